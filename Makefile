@@ -1,0 +1,42 @@
+# The few words a developer types; CI types the same ones. `make help` lists them.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Extra words for pip, for instance an index that carries the CPU build of torch: see README, "Which torch".
+PIP_ARGS ?=
+STAMP := $(VENV)/.installed
+
+.PHONY: help install run lint format test test-slow clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(STAMP) ## make .venv and install Pagemill with its tools into it
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Pagemill needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another one: make PYTHON=python3.12 install")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+run: install ## start Valkey and a worker, send a first message, keep serving
+	@$(BIN)/pagemill serve --first-message "What is the capital of France?"
+
+lint: install ## ruff, mypy strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install ## rewrite the code as ruff wants it
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: install ## the whole suite but for what is marked slow
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-slow: install ## what takes minutes
+	$(BIN)/pytest -m "slow and not gpu"
+
+clean: ## remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

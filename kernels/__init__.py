@@ -1,0 +1,1 @@
+"""Tensors in, tensors out: the compute kernels, their CPU implementations and their float64 twins."""

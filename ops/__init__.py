@@ -1,0 +1,1 @@
+"""For the people who run Pagemill: the command line, the bench, metrics."""

@@ -1,0 +1,138 @@
+"""The data that passes between the scheduler, the model runner and the engine.
+
+schedule() -> SchedulerOutput -> ModelRunner.execute() -> ModelRunnerOutput -> update() -> [SequenceOutput]
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from scheduler.sampling_params import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. The wire calls the first three by these names."""
+
+    STOP = "stop"
+    EOS = "eos"
+    LENGTH = "length"
+    ABORTED = "aborted"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A sequence that enters the runner's input batch: new, or back after a preemption.
+
+    `token_ids` are all known tokens (prompt and generated so far); `block_ids` all its physical blocks in
+    logical order, those for this step's chunk included.
+    """
+
+    seq_id: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    seed: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens of one sequence that this step computes: positions [start, start + num_tokens).
+
+    `new_block_ids` are the blocks appended to its table since its last chunk (empty for a NewRow of this step).
+    `is_sampled`: the chunk reaches the last known token, so the next token is drawn from its last logits row.
+    """
+
+    seq_id: str
+    start: int
+    num_tokens: int
+    new_block_ids: tuple[int, ...]
+    is_sampled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy block `src` to block `dst`; which tier each lies on is said by the list that holds it."""
+
+    src: int
+    dst: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step's work, in the order in which the runner does it.
+
+    1. drop the rows `removed_ids` (finished, aborted or preempted); 2. make `new_rows`; 3. do the copies:
+    `swap_outs` (device to CPU), `swap_ins` (CPU to device), `block_copies` (device to device, copy-on-write);
+    4. compute `chunks`.
+    """
+
+    step: int
+    chunks: tuple[Chunk, ...] = ()
+    new_rows: tuple[NewRow, ...] = ()
+    removed_ids: tuple[str, ...] = ()
+    block_copies: tuple[BlockCopy, ...] = ()
+    swap_outs: tuple[BlockCopy, ...] = ()
+    swap_ins: tuple[BlockCopy, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that this step computes."""
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """The token drawn for each sampled chunk, by sequence id.
+
+    `failed` names sequences whose logits held no number to choose from (all NaN or -inf), with the reason.
+    """
+
+    sampled: dict[str, int]
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStats:
+    """What one sequence cost, told when it ends. Times are seconds of the clock that the caller passes in."""
+
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    num_recomputed_tokens: int
+    swapped_bytes: int
+    arrival_s: float
+    first_scheduled_s: float | None
+    first_token_s: float | None
+    finished_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """New tokens of one sequence after a step; `stats` comes with a finish reason and not before."""
+
+    seq_id: str
+    new_token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    stats: SequenceStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """A snapshot for metrics and dashboards."""
+
+    num_running: int
+    num_waiting: int
+    num_swapped: int
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_filled_slots: int
+    num_allocated_slots: int
+    num_preemptions_recompute: int
+    num_preemptions_swap: int
+    num_recomputed_tokens: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int

@@ -1,0 +1,75 @@
+"""How one request wants its tokens chosen and where it wants them to end."""
+
+import math
+from dataclasses import dataclass
+
+from scheduler.errors import InvalidSamplingParamsError
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 64
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling and ending of one request.
+
+    temperature: 0 is greedy (argmax of the raw logits, the first index wins a tie).
+    top_k: keep the k likeliest tokens; 0 keeps all. top_p: keep the smallest set of likeliest tokens whose
+        probabilities reach p; 1 keeps all.
+    seed: the noise of a draw is a pure function of (seed, position), so one seed gives one text, alone or
+        in any batch. None: the engine draws a seed.
+    max_tokens: tokens to generate; None means what is left of the context.
+    stop: generation ends where one of these strings appears in the generated text. The text up to it is
+        kept, with it if `include_stop`.
+    stop_token_ids: generation ends at one of these tokens; its id is reported, its text is not part of the reply
+        (unless `include_stop`).
+    ignore_eos: the checkpoint's end-of-sequence tokens don't end generation.
+
+    Raises InvalidSamplingParamsError, which names the field and what is accepted.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 100):
+            raise InvalidSamplingParamsError(f"temperature is {self.temperature}: use a number from 0 (greedy) to 100")
+        if self.top_k < 0:
+            raise InvalidSamplingParamsError(f"top_k is {self.top_k}: use a whole number from 1, or 0 for no limit")
+        if not (math.isfinite(self.top_p) and 0 < self.top_p <= 1):
+            raise InvalidSamplingParamsError(f"top_p is {self.top_p}: use a number above 0 and up to 1")
+        if self.seed is not None and not -MAX_SEED - 1 <= self.seed <= MAX_SEED:
+            raise InvalidSamplingParamsError(f"seed is {self.seed}: use a whole number of 64 bits, signed")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidSamplingParamsError(
+                f"max_tokens is {self.max_tokens}: use a whole number from 1, or leave it out for all that is left"
+            )
+        self._check_stops()
+
+    def _check_stops(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidSamplingParamsError(f"stop has {len(self.stop)} strings: use at most {MAX_STOP_STRINGS}")
+        for text in self.stop:
+            if not 1 <= len(text) <= MAX_STOP_CHARS:
+                raise InvalidSamplingParamsError(f"a stop string has {len(text)} characters: use 1 to {MAX_STOP_CHARS}")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidSamplingParamsError(
+                f"stop_token_ids has {len(self.stop_token_ids)} ids: use at most {MAX_STOP_TOKEN_IDS}"
+            )
+        for token_id in self.stop_token_ids:
+            if token_id < 0:
+                raise InvalidSamplingParamsError(f"stop_token_ids holds {token_id}: token ids start at 0")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each token is the argmax of its logits."""
+        return self.temperature == 0
