@@ -1,0 +1,112 @@
+"""The engine: schedule, execute, update. It computes and does no I/O; `step()` tells the whole story."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from scheduler import invariants
+from scheduler.output import ModelRunnerOutput, SchedulerOutput, SchedulerStats, SequenceOutput
+from scheduler.sampling_params import SamplingParams
+from scheduler.scheduler import Scheduler
+from scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One sequence to generate.
+
+    `generated_ids` are tokens that an earlier attempt already produced: generation goes on after them.
+    `seed` is used where `sampling.seed` is None. `cache_key` separates prefix-cache entries (tenant and salt).
+    """
+
+    seq_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    generated_ids: tuple[int, ...] = ()
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+
+
+class Runner(Protocol):
+    """What computes a step: the model runner, or a double of it in tests."""
+
+    last_forward_s: float
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step and draw the tokens of its sampled chunks."""
+        ...
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds spent since the engine was built. Host time is `step_s` less `forward_s`."""
+
+    num_steps: int = 0
+    step_s: float = 0.0
+    forward_s: float = 0.0
+
+
+class Engine:
+    """Runs sequences to their end, a step at a time. Not thread-safe: one thread owns it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        check_invariants: str = "off",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.times = StepTimes()
+        self._check = check_invariants
+        self._clock = clock
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self.scheduler.has_work
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a sequence. Raises PromptTooLongError or DuplicateSequenceError; then nothing has changed."""
+        self.scheduler.add(
+            Sequence(
+                seq_id=request.seq_id,
+                prompt_ids=request.prompt_ids,
+                generated_ids=request.generated_ids,
+                sampling=request.sampling,
+                seed=request.seed if request.sampling.seed is None else request.sampling.seed,
+                priority=request.priority,
+                tenant=request.tenant,
+                cache_salt=request.cache_salt,
+                arrival_s=self._clock(),
+            )
+        )
+
+    def abort(self, seq_id: str) -> bool:
+        """Stop a sequence and free its blocks, whatever its state. False if there is no such sequence (any more)."""
+        return self.scheduler.abort(seq_id)
+
+    def step(self) -> list[SequenceOutput]:
+        """Compute one step; answer the new tokens and the ends of sequences."""
+        started = self._clock()
+        output = self.scheduler.schedule(started)
+        result = self.runner.execute(output)
+        outputs = self.scheduler.update(output, result, self._clock())
+        self._check_invariants()
+        self.times.num_steps += 1
+        self.times.forward_s += self.runner.last_forward_s
+        self.times.step_s += self._clock() - started
+        return outputs
+
+    def stats(self) -> SchedulerStats:
+        """A snapshot of queues and blocks."""
+        return self.scheduler.stats()
+
+    def _check_invariants(self) -> None:
+        if self._check == "step" or (self._check == "idle" and not self.scheduler.has_work):
+            invariants.check(self.scheduler)

@@ -1,0 +1,243 @@
+"""The service's side of the engine: the same interface over a process of its own, or over a thread in this one."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from queue import SimpleQueue
+from typing import Protocol
+
+import msgpack
+import structlog
+
+from worker.engine import EngineRequest
+from worker.engine_config import EngineConfig, EngineInfo
+from worker.engine_messages import (
+    Abort,
+    Add,
+    Close,
+    Command,
+    Died,
+    Event,
+    Progress,
+    Ready,
+    Refused,
+    StepReport,
+    pack_command,
+    unpack_event,
+)
+from worker.errors import PagemillError, StartupError
+
+log = structlog.get_logger(__name__)
+
+ProgressCallback = Callable[[str, int, int], None]
+READ_BYTES = 1 << 18
+CLOSE_GRACE_S = 5.0
+
+
+class EngineDiedError(PagemillError):
+    """The engine ended by itself: killed, out of memory, or an error of its own."""
+
+
+class EngineClient(Protocol):
+    """An engine that computes beside the event loop. One at a time calls `next_report`."""
+
+    async def start(self) -> EngineInfo:
+        """Build the engine. Raises StartupError with one line that says what to do."""
+        ...
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a sequence; a refusal comes back as an output with an error."""
+        ...
+
+    def abort(self, seq_id: str) -> None:
+        """Stop a sequence before the next step."""
+        ...
+
+    async def next_report(self) -> StepReport:
+        """Wait for the next step. Raises EngineDiedError."""
+        ...
+
+    async def close(self) -> None:
+        """End the engine and wait until it is gone."""
+        ...
+
+
+class ProcessEngine:
+    """An engine in a process of its own. Its memory, its crashes and its interpreter are not the service's."""
+
+    def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
+        self._config = config
+        self._progress = progress
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._unpacker = msgpack.Unpacker()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, once started."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> EngineInfo:
+        """Start the process and wait until its engine stands. Raises StartupError."""
+        ours, theirs = socket.socketpair()
+        arguments = [str(theirs.fileno()), json.dumps(dataclasses.asdict(self._config))]
+        command = [sys.executable, "-P", "-m", "worker.engine_process", *arguments]
+        self._process = await asyncio.to_thread(
+            subprocess.Popen, command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
+        )
+        theirs.close()
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        try:
+            return await _until_ready(self._next_event, self._progress)
+        except EngineDiedError as error:
+            await self.close()
+            raise StartupError(f"the engine could not start: {error}") from error
+        except BaseException:
+            await self.close()
+            raise
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a sequence; a refusal comes back as an output with an error."""
+        self._send(Add(request))
+
+    def abort(self, seq_id: str) -> None:
+        """Stop a sequence before the next step."""
+        self._send(Abort(seq_id))
+
+    def _send(self, command: Command) -> None:
+        # A dead engine is told by `next_report`; what was sent to it is queued again for its successor.
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(pack_command(command))
+
+    async def next_report(self) -> StepReport:
+        """Wait for the next step. Raises EngineDiedError."""
+        while True:
+            event = await self._next_event()
+            if isinstance(event, StepReport):
+                return event
+            if isinstance(event, Died):
+                raise EngineDiedError(event.message)
+
+    async def _next_event(self) -> Event:
+        if self._reader is None:
+            raise EngineDiedError("the engine process isn't running")
+        while True:
+            for message in self._unpacker:
+                return unpack_event(message)
+            try:
+                data = await self._reader.read(READ_BYTES)
+            except ConnectionError:
+                data = b""
+            if not data:
+                raise EngineDiedError(await self._describe_end())
+            self._unpacker.feed(data)
+
+    async def _describe_end(self) -> str:
+        code = await self._wait(CLOSE_GRACE_S)
+        if code is None:
+            return "the engine process closed its pipe"
+        if code < 0:
+            return f"the engine process was ended by signal {-code}"
+        return f"the engine process ended with exit code {code}"
+
+    async def close(self) -> None:
+        """End the process: ask, then wait, then kill."""
+        if self._process is None:
+            return
+        self._send(Close())
+        if self._writer is not None:
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                await asyncio.wait_for(self._writer.drain(), CLOSE_GRACE_S)
+            self._writer.close()  # the end of the stream ends the process even in the middle of a step
+        if await self._wait(CLOSE_GRACE_S) is None:
+            self._process.kill()
+            await self._wait(CLOSE_GRACE_S)
+        self._process = self._reader = self._writer = None
+
+    async def _wait(self, timeout_s: float) -> int | None:
+        process = self._process
+        if process is None:
+            return None
+        try:
+            return await asyncio.to_thread(process.wait, timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+class InProcessEngine:
+    """The same engine in a thread of this process: for tests, debugging, and where one process is wanted."""
+
+    def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
+        self._config = config
+        self._progress = progress
+        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._thread: threading.Thread | None = None
+
+    async def start(self) -> EngineInfo:
+        """Build the engine in its thread. Raises StartupError."""
+        loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, args=(loop,), name="engine", daemon=True)
+        self._thread.start()
+        return await _until_ready(self._events.get, self._progress)
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        from worker.engine_builder import build_engine
+        from worker.engine_process import EngineLoop
+
+        def emit(event: Event) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody listens any more
+                loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+        try:
+            engine, info = build_engine(self._config, progress=lambda *at: emit(Progress(*at)))
+            emit(Ready(info))
+            EngineLoop(engine, self._commands, emit).run()
+        except StartupError as error:
+            emit(Refused(str(error)))
+        except Exception as error:
+            log.exception("engine_died")
+            emit(Died(f"{type(error).__name__}: {error}"))
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a sequence; a refusal comes back as an output with an error."""
+        self._commands.put(Add(request))
+
+    def abort(self, seq_id: str) -> None:
+        """Stop a sequence before the next step."""
+        self._commands.put(Abort(seq_id))
+
+    async def next_report(self) -> StepReport:
+        """Wait for the next step. Raises EngineDiedError."""
+        while True:
+            event = await self._events.get()
+            if isinstance(event, StepReport):
+                return event
+            if isinstance(event, Died):
+                raise EngineDiedError(event.message)
+
+    async def close(self) -> None:
+        """Stop the thread after the step that runs."""
+        if self._thread is not None:
+            self._commands.put(Close())
+            await asyncio.to_thread(self._thread.join)
+            self._thread = None
+
+
+async def _until_ready(next_event: Callable[[], Awaitable[Event]], progress: ProgressCallback | None) -> EngineInfo:
+    while True:
+        match await next_event():
+            case Ready(info):
+                return info
+            case Progress(stage, done, total):
+                if progress is not None:
+                    progress(stage, done, total)
+            case Refused(message) | Died(message):
+                raise StartupError(message)

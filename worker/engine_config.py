@@ -1,0 +1,51 @@
+"""What the engine is told at start, and what it answers once it stands. Plain data, so that it crosses a pipe."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How to build an engine.
+
+    model_path: a folder with config.json and safetensors, or a GGUF file.
+    max_model_len: tokens of one sequence; None takes the checkpoint's own context.
+    num_kv_blocks: blocks of the KV cache; None sizes it from the memory at hand.
+    max_num_batched_tokens: token budget of a step; None is 6144 on CUDA and 512 on the CPU, where a step of 6144
+        tokens would take many seconds.
+    check_invariants: `step` checks every invariant of the scheduler after each step, `idle` when no work is left.
+    """
+
+    model_path: str
+    cache_dir: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    gpu_memory_utilization: float = 0.88
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    num_threads: int | None = None
+    check_invariants: str = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the engine is, once built. `fingerprint` names what decides its numbers: model, dtype, device, kernels."""
+
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    vocab_size: int
+    kv_bytes_per_block: int
+    device: str
+    dtype: str
+    fingerprint: str
+    pid: int
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Tokens that one sequence can have: the context, or the whole KV cache where that is smaller."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)

@@ -1,0 +1,167 @@
+"""What crosses the pipe between the service process and the engine process: msgpack arrays, first element the kind.
+
+To the engine:    ["add", request]  ["abort", seq_id]  ["close"]
+From the engine:  ["progress", stage, done, total]  ["ready", info]  ["refused", message]
+                  ["step", step, outputs, stats, [steps, step_s, forward_s]]  ["died", message]
+"""
+
+from collections.abc import Sequence as SequenceABC
+from dataclasses import astuple, dataclass, fields
+from typing import Any
+
+import msgpack
+
+from scheduler.output import FinishReason, SchedulerStats, SequenceOutput, SequenceStats
+from scheduler.sampling_params import SamplingParams
+from worker.engine import EngineRequest, StepTimes
+from worker.engine_config import EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Queue a sequence."""
+
+    request: EngineRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Stop a sequence."""
+
+    seq_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Stop the engine; what runs is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the start has come: `done` of `total` units of `stage`."""
+
+    stage: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The engine stands."""
+
+    info: EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The engine can't be built; `message` is one line that says what to do."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step brought. `step_s` and `forward_s` in `times` are totals since the start."""
+
+    outputs: tuple[SequenceOutput, ...]
+    stats: SchedulerStats
+    times: StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The engine hit an error of its own and ends."""
+
+    message: str
+
+
+Command = Add | Abort | Close
+Event = Progress | Ready | Refused | StepReport | Died
+
+
+def pack_command(command: Command) -> bytes:
+    """A command as bytes for the pipe."""
+    match command:
+        case Add(request):
+            values = [getattr(request, field.name) for field in fields(request)]
+            values[_SAMPLING_INDEX] = astuple(request.sampling)
+            return _pack(["add", values])
+        case Abort(seq_id):
+            return _pack(["abort", seq_id])
+        case Close():
+            return _pack(["close"])
+
+
+def unpack_command(message: SequenceABC[Any]) -> Command:
+    """The command that `pack_command` packed."""
+    if message[0] == "add":
+        values = _tuples(message[1])
+        sampling = SamplingParams(
+            **dict(zip((field.name for field in fields(SamplingParams)), values[_SAMPLING_INDEX], strict=True))
+        )
+        return Add(EngineRequest(*values[:_SAMPLING_INDEX], sampling, *values[_SAMPLING_INDEX + 1 :]))
+    if message[0] == "abort":
+        return Abort(message[1])
+    return Close()
+
+
+def pack_event(event: Event) -> bytes:
+    """An event as bytes for the pipe."""
+    match event:
+        case Progress(stage, done, total):
+            return _pack(["progress", stage, done, total])
+        case Ready(info):
+            return _pack(["ready", astuple(info)])
+        case Refused(message):
+            return _pack(["refused", message])
+        case StepReport(outputs, stats, times):
+            return _pack(["step", [_pack_output(output) for output in outputs], astuple(stats), astuple(times)])
+        case Died(message):
+            return _pack(["died", message])
+
+
+def unpack_event(message: SequenceABC[Any]) -> Event:
+    """The event that `pack_event` packed."""
+    kind = message[0]
+    if kind == "step":
+        return StepReport(
+            tuple(_unpack_output(values) for values in message[1]),
+            SchedulerStats(*message[2]),
+            StepTimes(*message[3]),
+        )
+    if kind == "progress":
+        return Progress(*message[1:])
+    if kind == "ready":
+        return Ready(EngineInfo(*message[1]))
+    if kind == "refused":
+        return Refused(message[1])
+    return Died(message[1])
+
+
+def _pack_output(output: SequenceOutput) -> list[Any]:
+    stats = None if output.stats is None else astuple(output.stats)
+    return [output.seq_id, output.new_token_ids, output.finish_reason, output.error, stats]
+
+
+def _unpack_output(values: SequenceABC[Any]) -> SequenceOutput:
+    seq_id, new_token_ids, reason, error, stats = values
+    return SequenceOutput(
+        seq_id,
+        tuple(new_token_ids),
+        None if reason is None else FinishReason(reason),
+        error,
+        None if stats is None else SequenceStats(*stats),
+    )
+
+
+def _pack(message: list[Any]) -> bytes:
+    packed: bytes = msgpack.packb(message)
+    return packed
+
+
+def _tuples(value: Any) -> Any:
+    """Lists, as msgpack gives them, back to tuples, nested ones too."""
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+_SAMPLING_INDEX = next(i for i, field in enumerate(fields(EngineRequest)) if field.name == "sampling")

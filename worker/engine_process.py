@@ -1,0 +1,157 @@
+"""The engine process: takes commands from a socket, computes, sends back what each step brought. Nothing else.
+
+    python -m worker.engine_process FD CONFIG_JSON
+
+FD is one end of a socket pair. When the other end closes, however the parent died, the reading thread ends this
+process at once: no engine outlives its service.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from queue import Empty, SimpleQueue
+
+import msgpack
+
+from scheduler.errors import SchedulerError
+from scheduler.output import FinishReason, SequenceOutput
+from worker.engine import Engine, EngineRequest
+from worker.engine_config import EngineConfig
+from worker.engine_messages import (
+    Abort,
+    Add,
+    Close,
+    Command,
+    Died,
+    Event,
+    Progress,
+    Ready,
+    Refused,
+    StepReport,
+    pack_event,
+    unpack_command,
+)
+from worker.errors import StartupError
+
+EXIT_REFUSED = 2
+EXIT_DIED = 3
+READ_BYTES = 1 << 16
+
+
+class EngineLoop:
+    """Runs an engine on commands from a queue, in whatever thread calls `run`; shared by both engine modes."""
+
+    def __init__(self, engine: Engine, commands: "SimpleQueue[Command]", emit: "EmitFunction") -> None:
+        self._engine = engine
+        self._commands = commands
+        self._emit = emit
+
+    def run(self) -> None:
+        """Serve until a Close command. Blocks on the queue while there is nothing to compute: no polling."""
+        while True:
+            outputs: list[SequenceOutput] = []
+            try:
+                command = self._commands.get(block=not self._engine.has_work)
+                while True:
+                    if isinstance(command, Close):
+                        return
+                    self._apply(command, outputs)
+                    command = self._commands.get_nowait()
+            except Empty:
+                pass
+            if self._engine.has_work:
+                outputs.extend(self._engine.step())
+            self._emit(StepReport(tuple(outputs), self._engine.stats(), self._engine.times))
+
+    def _apply(self, command: Command, outputs: list[SequenceOutput]) -> None:
+        if isinstance(command, Abort):
+            self._engine.abort(command.seq_id)
+        elif isinstance(command, Add):
+            refusal = self._try_add(command.request)
+            if refusal is not None:
+                outputs.append(refusal)
+
+    def _try_add(self, request: EngineRequest) -> SequenceOutput | None:
+        try:
+            self._engine.add(request)
+        except SchedulerError as error:
+            return SequenceOutput(request.seq_id, (), FinishReason.ERROR, error=str(error))
+        return None
+
+
+class EmitFunction:
+    """Sends events over a socket, whole ones, from one thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def __call__(self, event: Event) -> None:
+        self._connection.sendall(pack_event(event))
+
+
+def read_commands(connection: socket.socket, commands: "SimpleQueue[Command]") -> None:
+    """Feed the queue from the socket; the end of the stream is the end of this process."""
+    unpacker = msgpack.Unpacker()
+    with contextlib.suppress(OSError):
+        while data := connection.recv(READ_BYTES):
+            unpacker.feed(data)
+            for message in unpacker:
+                commands.put(unpack_command(message))
+    os._exit(0)
+
+
+def serve(connection: socket.socket, config: EngineConfig) -> int:
+    """Build the engine and run it; answers the exit code."""
+    emit = EmitFunction(connection)
+    commands: SimpleQueue[Command] = SimpleQueue()
+    threading.Thread(target=read_commands, args=(connection, commands), name="commands", daemon=True).start()
+    try:
+        from worker.engine_builder import build_engine  # torch: two seconds, and its errors are told over the pipe
+
+        engine, info = build_engine(config, progress=ProgressEvents(emit))
+    except StartupError as error:
+        emit(Refused(str(error)))
+        return EXIT_REFUSED
+    emit(Ready(info))
+    try:
+        EngineLoop(engine, commands, emit).run()
+    except Exception as error:
+        emit(Died(f"{type(error).__name__}: {error}"))
+        raise
+    return 0
+
+
+class ProgressEvents:
+    """Passes progress on, but at most twenty times a second for one stage."""
+
+    MIN_INTERVAL_S = 0.05
+
+    def __init__(self, emit: EmitFunction) -> None:
+        self._emit = emit
+        self._last = ("", 0.0)
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        last_stage, last_time = self._last
+        if stage == last_stage and done < total and now - last_time < self.MIN_INTERVAL_S:
+            return
+        self._last = (stage, now)
+        self._emit(Progress(stage, done, total))
+
+
+def main() -> int:
+    """Entry point of the process."""
+    # Ctrl-C goes to the whole foreground group: the service decides when the engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    return serve(connection, EngineConfig(**json.loads(sys.argv[2])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

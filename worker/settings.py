@@ -1,0 +1,297 @@
+"""Every setting of Pagemill, once: a default, a meaning, an environment variable and a flag for each.
+
+A flag wins over the environment, the environment over the default. The environment is read here and nowhere else,
+once, at start; what lies deeper gets plain frozen data, never this object.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import platformdirs
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from worker.errors import StartupError
+
+ENV_PREFIX = "PAGEMILL_"
+DEMO_MODEL = "smollm2"
+BLOCK_SIZES = (8, 16, 32, 64)
+# Token budget of a step where `max_num_batched_tokens` is not set. On the CPU a step of 6144 tokens takes many seconds.
+BATCHED_TOKENS_CUDA = 6144
+BATCHED_TOKENS_CPU = 512
+NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"
+REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+
+_MIB = 2**20
+_HOUR_MS = 3_600_000
+
+
+def served_name(model: str) -> str:
+    """The name that clients know a model by: the file or folder name, made to fit a queue name."""
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(model).name.removesuffix(".gguf")).strip("-")
+    return name[:64] or "model"
+
+
+def redact_url(url: str) -> str:
+    """`url` without its password and without the query, which may hold one: fit for logs and error messages."""
+    return re.sub(r"://([^:@/]*):.*@", r"://\1:***@", url.partition("?")[0])
+
+
+def _block_size(value: int) -> int:
+    if value not in BLOCK_SIZES:
+        raise ValueError(f"use one of {', '.join(map(str, BLOCK_SIZES))}")
+    return value
+
+
+def _redis_url(value: SecretStr) -> SecretStr:
+    if not value.get_secret_value().startswith(REDIS_SCHEMES):
+        raise ValueError(f"use a URL that begins with {', '.join(REDIS_SCHEMES)}")
+    return value
+
+
+def _lane_weights(value: Any) -> Any:
+    """`8:4:1` as three numbers; anything else is passed on for pydantic to judge."""
+    if not isinstance(value, str):
+        return value
+    parts = value.split(":")
+    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
+        raise ValueError("use three whole numbers as high:normal:low, like 8:4:1")
+    return tuple(int(part) for part in parts)
+
+
+def _shown(text: str) -> dict[str, Any]:
+    """What help and the settings table show as the default of a field whose default is worked out at start."""
+    return {"shown_default": text}
+
+
+Weight = Annotated[int, Field(ge=1, le=1000)]
+
+
+class Settings(BaseSettings):
+    """The settings of a worker. Read-only; made by `load_settings`, which turns mistakes into one clear line."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        env_ignore_empty=True,
+        use_attribute_docstrings=True,
+        hide_input_in_errors=True,
+        validate_default=True,
+        extra="forbid",
+        frozen=True,
+    )
+
+    model: str = Field(default=DEMO_MODEL, min_length=1)
+    """The model to serve: a folder with config.json and safetensors, a GGUF file, or `smollm2`, the demo model."""
+    queue: str = Field(
+        default_factory=lambda data: served_name(data["model"]),
+        pattern=NAME_PATTERN,
+        json_schema_extra=_shown("the model's name"),
+    )
+    """Name of the queue that jobs are taken from: letters, digits, `_`, `.` and `-`, at most 64."""
+    redis_url: Annotated[SecretStr, AfterValidator(_redis_url)] | None = None
+    """Redis or Valkey to work with (`redis://`, `rediss://` or `unix://`). Without it an embedded Valkey is started."""
+    embedded: bool = Field(
+        default_factory=lambda data: data["redis_url"] is None,
+        json_schema_extra=_shown("on without `redis_url`"),
+    )
+    """Start an embedded Valkey. Turn it off where a forgotten `redis_url` must be an error."""
+    data_dir: Path = Field(
+        default_factory=lambda: platformdirs.user_data_path("pagemill"),
+        json_schema_extra=_shown("the user's data folder"),
+    )
+    """Folder of the embedded Valkey: its data, its lock and the file `redis.url`."""
+    cache_dir: Path = Field(
+        default_factory=lambda: platformdirs.user_cache_path("pagemill"),
+        json_schema_extra=_shown("the user's cache folder"),
+    )
+    """Folder for the demo model, converted weights and compiled kernels."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs. `auto` takes CUDA where there is a device."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of weights and KV cache. `auto` is the checkpoint's own on CUDA and float32 on the CPU."""
+    max_model_len: int | None = Field(default=None, ge=8, json_schema_extra=_shown("the model's own"))
+    """Most tokens of one sequence, prompt and reply together."""
+    block_size: Annotated[int, AfterValidator(_block_size)] = 16
+    """Tokens in one block of the KV cache: 8, 16, 32 or 64."""
+    num_kv_blocks: int | None = Field(default=None, ge=1, json_schema_extra=_shown("from the free memory"))
+    """Blocks of the KV cache."""
+    gpu_memory_utilization: float = Field(default=0.88, gt=0, le=1)
+    """Share of the GPU's memory that weights, activations and KV cache may take together."""
+    max_num_seqs: int = Field(default=128, ge=1, le=4096)
+    """Most sequences that run at the same time."""
+    max_num_batched_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        json_schema_extra=_shown(f"{BATCHED_TOKENS_CUDA} on CUDA, {BATCHED_TOKENS_CPU} on the CPU"),
+    )
+    """Most tokens that one step computes, decodes and pieces of prompts together; at least `max_num_seqs`."""
+    enable_prefix_caching: bool = True
+    """Keep the blocks of finished sequences, so that a prompt that begins alike is not computed again."""
+    num_threads: int | None = Field(default=None, ge=1, le=1024, json_schema_extra=_shown("one per core"))
+    """Threads that the engine computes with on the CPU."""
+    engine_mode: Literal["process", "inprocess"] = "process"
+    """Run the engine in a process of its own, or inside the service, which is for debugging."""
+    check_invariants: Literal["off", "idle", "step"] = "off"
+    """Check the scheduler's invariants: never, whenever no work is left, or after every step."""
+
+    lease_ms: int = Field(default=30_000, ge=300, le=_HOUR_MS)
+    """Milliseconds after which the jobs of a worker that fell silent go to another one."""
+    heartbeat_ms: int = Field(default=5_000, ge=100, le=600_000)
+    """Milliseconds between two entries in the worker registry; a worker is forgotten after three missed ones."""
+    watchdog_s: float = Field(default=60.0, gt=0, le=3600)
+    """Seconds without a finished step after which a busy engine counts as hung and its leases are let go."""
+    shutdown_grace_s: float = Field(default=30.0, ge=0, le=3600)
+    """Seconds that running jobs get to finish when the worker is told to stop."""
+    result_ttl_ms: int = Field(default=600_000, ge=1000)
+    """Milliseconds that a finished reply is kept, where the job doesn't say."""
+    max_result_ttl_ms: int = Field(default=_HOUR_MS, ge=1000)
+    """Upper limit of the `result_ttl_ms` that a job may ask for."""
+    run_ttl_ms: int = Field(default=24 * _HOUR_MS, ge=60_000)
+    """Milliseconds that an unfinished reply is kept; longer than any outage, and than any finished reply."""
+    max_job_bytes: int = Field(default=_MIB, ge=1024, le=256 * _MIB)
+    """Largest job: the sum of all its fields, in bytes."""
+    lane_weights: Annotated[tuple[Weight, Weight, Weight], NoDecode, BeforeValidator(_lane_weights)] = (8, 4, 1)
+    """How often the lanes high, normal and low are read, in proportion: `8:4:1`."""
+
+    metrics_port: int | None = Field(default=None, ge=0, le=65535, json_schema_extra=_shown("off"))
+    """Port of `/metrics`, `/healthz` and `/readyz`. 0 takes any free port."""
+    metrics_host: str = Field(default="127.0.0.1", min_length=1)
+    """Address that `metrics_port` listens on; `0.0.0.0` is all of them."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe log events that are written."""
+    log_format: Literal["auto", "json", "console"] = "auto"
+    """Log lines as JSON or for people; `auto` takes the latter on a terminal."""
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        """Settings that are right alone and wrong together."""
+        if self.redis_url is not None and self.embedded:
+            raise ValueError("redis_url and embedded exclude each other: leave one of them out")
+        if self.redis_url is None and not self.embedded:
+            raise ValueError("embedded is off and redis_url is missing: set one of them")
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs ({self.max_num_seqs}): "
+                "raise the one or lower the other"
+            )
+        if self.max_model_len is not None and self.num_kv_blocks is not None:
+            self._check_context(self.max_model_len, self.num_kv_blocks * self.block_size)
+        if not self.result_ttl_ms <= self.max_result_ttl_ms <= self.run_ttl_ms:
+            raise ValueError(
+                f"result_ttl_ms ({self.result_ttl_ms}), max_result_ttl_ms ({self.max_result_ttl_ms}) and "
+                f"run_ttl_ms ({self.run_ttl_ms}) must not fall in this order"
+            )
+        if self.run_ttl_ms <= self.lease_ms:
+            raise ValueError(f"run_ttl_ms ({self.run_ttl_ms}) must be longer than lease_ms ({self.lease_ms})")
+        return self
+
+    @staticmethod
+    def _check_context(max_model_len: int, num_slots: int) -> None:
+        if max_model_len > num_slots:
+            raise ValueError(
+                f"max_model_len ({max_model_len}) is more than the KV cache holds ({num_slots} tokens): "
+                "raise num_kv_blocks or lower max_model_len"
+            )
+
+    def batched_tokens(self, device: str) -> int:
+        """The token budget of a step on `device` (`cpu` or `cuda`)."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(self.max_num_seqs, BATCHED_TOKENS_CUDA if device == "cuda" else BATCHED_TOKENS_CPU)
+
+
+def env_name(name: str) -> str:
+    """The environment variable of a setting."""
+    return ENV_PREFIX + name.upper()
+
+
+def flag_name(name: str) -> str:
+    """The command line flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def shown_default(name: str) -> str:
+    """The default of a setting, in words, for help texts."""
+    field = Settings.model_fields[name]
+    if isinstance(field.json_schema_extra, dict) and "shown_default" in field.json_schema_extra:
+        return str(field.json_schema_extra["shown_default"])
+    if isinstance(field.default, bool):
+        return "on" if field.default else "off"
+    if isinstance(field.default, tuple):
+        return ":".join(map(str, field.default))
+    return "none" if field.default is None else str(field.default)
+
+
+def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
+    """The settings from `flags` (by field name; text as typed is fine), the environment and the defaults.
+
+    Raises StartupError: one line that names each bad value where it was set and says what is accepted.
+    """
+    flags = flags or {}
+    try:
+        return Settings(**flags)
+    except ValidationError as error:
+        problems = [
+            _problem(detail, flags)
+            for detail in error.errors(include_input=False, include_url=False)
+            if detail["type"] != "default_factory_not_called"
+        ]
+        raise StartupError("; ".join(problems)) from None
+
+
+def misspelt_variables(environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
+    """(variable, the one that was probably meant) for each `PAGEMILL_…` that is almost a setting.
+
+    An unknown one alone is no mistake: Kubernetes adds `PAGEMILL_SERVICE_HOST` for a service named pagemill.
+    """
+    known = [env_name(name) for name in Settings.model_fields]
+    pairs = []
+    for variable in sorted(os.environ if environ is None else environ):
+        if variable.startswith(ENV_PREFIX) and variable not in known:
+            close = difflib.get_close_matches(variable, known, n=1, cutoff=0.92)
+            pairs += [(variable, match) for match in close]
+    return pairs
+
+
+def _problem(detail: Mapping[str, Any], flags: Mapping[str, Any]) -> str:
+    """One line for one of pydantic's errors: where the value was set, the value unless it is secret, what is accepted."""
+    if not detail["loc"]:
+        return str(detail["ctx"]["error"])
+    name = str(detail["loc"][0])
+    where = flag_name(name) if name in flags else env_name(name)
+    value = flags.get(name, os.environ.get(env_name(name), ""))
+    shown = "" if name == "redis_url" else f" is {str(value)[:80]!r}"
+    return f"{where}{shown}: {_advice(detail)}"
+
+
+def _advice(detail: Mapping[str, Any]) -> str:
+    """What is accepted, in the words of this project where pydantic's are long."""
+    limits = detail.get("ctx", {})
+    match detail["type"]:
+        case "value_error":
+            return str(limits["error"])
+        case "literal_error":
+            return "use one of " + str(limits["expected"]).replace("'", "").replace(" or ", ", ")
+        case "int_parsing" | "int_from_float":
+            return "use a whole number"
+        case "float_parsing":
+            return "use a number"
+        case "bool_parsing":
+            return "use true or false"
+        case "greater_than_equal":
+            return f"use {limits['ge']} or more"
+        case "less_than_equal":
+            return f"use {limits['le']} or less"
+        case "greater_than":
+            return f"use more than {limits['gt']}"
+        case "string_too_short":
+            return "it must not be empty"
+        case "string_pattern_mismatch":
+            return "use 1 to 64 letters, digits, `_`, `.` or `-`"
+        case _:
+            return str(detail["msg"])
