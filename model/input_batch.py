@@ -1,0 +1,234 @@
+"""Persistent rows of the sequences that the runner knows, and the tensors of one step made from them.
+
+    row   token_ids [max_model_len + 1]          block_tables [max_blocks_per_seq]
+     0    | prompt | generated | unused ...      | 7 | 2 | 9 | unused ...
+     1    free
+     2    | prompt | unused ...                  | 4 | unused ...
+
+Host work of a step is a handful of numpy calls over all chunks at once; the only loops are over the scheduler's own
+objects.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.paged_attention import AttentionMetadata
+from model.errors import RunnerInputError
+from scheduler.output import Chunk, NewRow, SchedulerOutput
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How each sampled row wants its token, one element a row; `positions` are the indices of the tokens to be drawn
+    in their whole sequences, so that a draw is the same alone, in any batch and after a preemption."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    seeds: torch.Tensor
+    positions: torch.Tensor
+
+    def rows(self, start: int, end: int) -> "SamplingRows":
+        """Rows [start, end) of them."""
+        cut = slice(start, end)
+        return SamplingRows(
+            self.temperature[cut], self.top_k[cut], self.top_p[cut], self.seeds[cut], self.positions[cut]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What one forward pass reads, on the device.
+
+    input_ids, positions, slot_mapping int64 [num_tokens]; logits_rows int64 [num_sampled], or None when every token
+    is sampled. `sampled_ids`, `sampled_rows` and `sampled_positions` say whose tokens are drawn, and their indices.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    meta: AttentionMetadata
+    logits_rows: torch.Tensor | None
+    sampled_ids: list[str]
+    sampled_rows: IntArray
+    sampled_positions: IntArray
+    sampling: SamplingRows
+
+
+class InputBatch:
+    """Owns the rows. A row is taken by `add`, freed by `remove`, and reused by whoever comes next."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        self.max_model_len = max_model_len
+        self._block_size = block_size
+        self._device = device
+        max_num_blocks = -(-max_model_len // block_size)
+        # One more than the context, so that a token drawn at the limit, which ends its sequence, has its place.
+        self._token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
+        self._block_tables = np.zeros((max_num_seqs, max_num_blocks), dtype=np.int32)
+        self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
+        self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
+        self._top_p = np.ones(max_num_seqs, dtype=np.float32)
+        self._seeds = np.zeros(max_num_seqs, dtype=np.int64)
+        self._row_of: dict[str, int] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._aranges = np.arange(max_num_seqs + 1, dtype=np.int32)
+
+    @property
+    def num_free_rows(self) -> int:
+        """Rows that are not in use."""
+        return len(self._free_rows)
+
+    def apply(self, output: SchedulerOutput) -> None:
+        """Drop the removed rows, make the new ones, append the chunks' new blocks.
+
+        Raises RunnerInputError for an unknown or known id, and for more rows, tokens or blocks than there is room for.
+        """
+        for seq_id in output.removed_ids:
+            self.remove(seq_id)
+        for new_row in output.new_rows:
+            self.add(new_row)
+        for chunk in output.chunks:
+            if chunk.new_block_ids:
+                self._append_blocks(self._row(chunk.seq_id), chunk.new_block_ids)
+
+    def add(self, new_row: NewRow) -> None:
+        """Take a free row for a sequence."""
+        if new_row.seq_id in self._row_of:
+            raise RunnerInputError(f"sequence {new_row.seq_id!r} already has a row: remove it first")
+        if not self._free_rows:
+            raise RunnerInputError(
+                f"all {len(self._num_blocks)} rows are taken: max_num_seqs of the runner is too small"
+            )
+        num_tokens, sampling = len(new_row.token_ids), new_row.sampling
+        if num_tokens >= self._token_ids.shape[1]:
+            raise RunnerInputError(
+                f"sequence {new_row.seq_id!r} has {num_tokens} tokens, the runner's rows {self._token_ids.shape[1] - 1}"
+            )
+        row = self._free_rows.pop()
+        self._row_of[new_row.seq_id] = row
+        self._token_ids[row, :num_tokens] = new_row.token_ids
+        self._num_blocks[row] = 0
+        self._append_blocks(row, new_row.block_ids)
+        self._temperature[row] = sampling.temperature
+        self._top_k[row] = sampling.top_k
+        self._top_p[row] = sampling.top_p
+        self._seeds[row] = new_row.seed
+
+    def remove(self, seq_id: str) -> None:
+        """Free a sequence's row."""
+        self._free_rows.append(self._row(seq_id))
+        del self._row_of[seq_id]
+
+    def append_sampled(self, inputs: StepInputs, token_ids: IntArray) -> None:
+        """Write the drawn tokens behind their sequences; -1 (nothing could be drawn) is not written."""
+        is_drawn = token_ids >= 0
+        rows, positions = inputs.sampled_rows, inputs.sampled_positions
+        if not is_drawn.all():
+            rows, positions, token_ids = rows[is_drawn], positions[is_drawn], token_ids[is_drawn]
+        self._token_ids[rows, positions] = token_ids
+
+    def _row(self, seq_id: str) -> int:
+        row = self._row_of.get(seq_id)
+        if row is None:
+            raise RunnerInputError(f"sequence {seq_id!r} has no row: it must come as a NewRow before its first chunk")
+        return row
+
+    def _append_blocks(self, row: int, block_ids: tuple[int, ...]) -> None:
+        start, table = int(self._num_blocks[row]), self._block_tables[row]
+        if start + len(block_ids) > len(table):
+            raise RunnerInputError(f"a sequence would hold {start + len(block_ids)} blocks, its row has {len(table)}")
+        table[start : start + len(block_ids)] = block_ids
+        self._num_blocks[row] = start + len(block_ids)
+
+    def prepare(self, chunks: Sequence[Chunk]) -> StepInputs:
+        """Tensors of a step over these chunks (at least one), in their order.
+
+        Raises RunnerInputError for a chunk of an unknown sequence, an empty one, and one that passes its blocks.
+        """
+        rows = np.array([self._row(chunk.seq_id) for chunk in chunks], dtype=np.int64)
+        starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
+        counts = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int64)
+        ends = starts + counts
+        self._check_room(chunks, rows, counts, ends)
+        max_query_len = int(counts.max())
+        if max_query_len == 1:
+            query_starts, token_rows, positions = self._aranges[: len(chunks) + 1], rows, starts
+        else:
+            query_starts, token_rows, positions = _ragged(rows, starts, counts)
+        sampled = np.array([i for i, chunk in enumerate(chunks) if chunk.is_sampled], dtype=np.int64)
+        every_token_is_sampled = len(sampled) == len(token_rows)
+        logits_rows = (
+            None if every_token_is_sampled else self._to_device(query_starts[sampled + 1].astype(np.int64) - 1)
+        )
+        return StepInputs(
+            input_ids=self._to_device(self._token_ids[token_rows, positions]),
+            positions=self._to_device(positions),
+            slot_mapping=self._to_device(self._slots(token_rows, positions)),
+            meta=self._attention_metadata(rows, query_starts, ends, max_query_len),
+            logits_rows=logits_rows,
+            sampled_ids=[chunk.seq_id for chunk in chunks if chunk.is_sampled],
+            sampled_rows=rows[sampled],
+            sampled_positions=ends[sampled],
+            sampling=self._sampling_rows(rows[sampled], ends[sampled]),
+        )
+
+    def _check_room(self, chunks: Sequence[Chunk], rows: IntArray, counts: IntArray, ends: IntArray) -> None:
+        is_wrong = (counts < 1) | (ends > self._num_blocks[rows] * self._block_size)
+        if is_wrong.any():
+            first = int(is_wrong.argmax())
+            raise RunnerInputError(
+                f"the chunk {chunks[first]} is empty or passes its {self._num_blocks[rows[first]]} blocks "
+                f"of {self._block_size} tokens: its blocks must come with it"
+            )
+
+    def _slots(self, token_rows: IntArray, positions: IntArray) -> IntArray:
+        """Slot of each token in the cache; int64, since block * block_size passes 2^31 in a large pool."""
+        blocks = self._block_tables[token_rows, positions // self._block_size].astype(np.int64)
+        return blocks * self._block_size + positions % self._block_size
+
+    def _attention_metadata(
+        self, rows: IntArray, query_starts: npt.NDArray[np.int32], ends: IntArray, max_query_len: int
+    ) -> AttentionMetadata:
+        max_context_len = int(ends.max())
+        num_blocks = -(-max_context_len // self._block_size)
+        return AttentionMetadata(
+            block_tables=self._to_device(self._block_tables[rows, :num_blocks]),
+            query_starts=self._to_device(query_starts),
+            context_lens=self._to_device(ends.astype(np.int32)),
+            max_query_len=max_query_len,
+            max_context_len=max_context_len,
+        )
+
+    def _sampling_rows(self, rows: IntArray, positions: IntArray) -> SamplingRows:
+        return SamplingRows(
+            temperature=self._to_device(self._temperature[rows]),
+            top_k=self._to_device(self._top_k[rows]),
+            top_p=self._to_device(self._top_p[rows]),
+            seeds=self._to_device(self._seeds[rows]),
+            positions=self._to_device(positions),
+        )
+
+    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """On the CPU the array's own memory; CUDA by fresh pinned memory, which torch keeps until the copy has run."""
+        tensor = torch.from_numpy(array)
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+def _ragged(rows: IntArray, starts: IntArray, counts: IntArray) -> tuple[npt.NDArray[np.int32], IntArray, IntArray]:
+    """(query_starts [num_chunks + 1], row of each token, position of each token) of chunks laid end to end."""
+    query_starts = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum(counts, out=query_starts[1:])
+    token_rows = np.repeat(rows, counts)
+    positions = np.arange(len(token_rows)) + np.repeat(starts - query_starts[:-1], counts)
+    return query_starts, token_rows, positions

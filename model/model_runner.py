@@ -1,0 +1,121 @@
+"""Computes the scheduler's steps: rows, block copies, one forward pass, one draw for each sampled chunk."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from model.decoder import Decoder
+from model.input_batch import InputBatch, IntArray, StepInputs
+from model.kv_cache import KVCache
+from model.layers import ForwardContext
+from model.sampler import Sampler
+from model.threads import set_num_threads
+from scheduler.output import Chunk, ModelRunnerOutput, NewRow, SchedulerOutput
+from scheduler.sampling_params import SamplingParams
+
+NO_FINITE_LOGIT = "the model gave no finite logit to choose a token from: the weights or the prompt overflow its dtype"
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """Limits of the runner, which the scheduler keeps to.
+
+    sampled_vocab_size: ids from here on are never drawn (None: the model's vocabulary).
+    max_logits_rows: rows whose logits exist at once; more are computed in pieces.
+    num_threads: CPU threads of a step (None: one a physical core).
+    """
+
+    max_num_seqs: int
+    max_model_len: int
+    sampled_vocab_size: int | None = None
+    max_logits_rows: int = 256
+    num_threads: int | None = None
+
+
+class ModelRunner:
+    """Owns the input batch; computes one step at a time. Not thread-safe.
+
+    `last_forward_s` is what the last step spent in the forward pass and sampling, in seconds; the rest of `execute` is
+    host work.
+    """
+
+    def __init__(self, decoder: Decoder, kv_cache: KVCache, config: RunnerConfig) -> None:
+        self.last_forward_s = 0.0
+        self._decoder = decoder
+        self._kv_cache = kv_cache
+        self._max_logits_rows = config.max_logits_rows
+        vocab_size = decoder.config.vocab_size
+        self._sampler = Sampler(min(config.sampled_vocab_size or vocab_size, vocab_size))
+        self._batch = InputBatch(config.max_num_seqs, config.max_model_len, kv_cache.block_size, decoder.device)
+        self.num_threads = set_num_threads(config.num_threads)
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Do one step's work in the order that SchedulerOutput states, and draw the tokens of its sampled chunks.
+
+        Raises RunnerInputError where the step asks for what the runner doesn't hold.
+        """
+        self.last_forward_s = 0.0
+        self._batch.apply(output)
+        self._kv_cache.swap_out(output.swap_outs)
+        self._kv_cache.swap_in(output.swap_ins)
+        self._kv_cache.copy(output.block_copies)
+        if not output.chunks:
+            return ModelRunnerOutput(sampled={})
+        inputs = self._batch.prepare(output.chunks)
+        started = time.perf_counter()
+        token_ids = self._compute(inputs)
+        self.last_forward_s = time.perf_counter() - started
+        self._batch.append_sampled(inputs, token_ids)
+        return _as_output(inputs.sampled_ids, token_ids)
+
+    @torch.inference_mode()
+    def _compute(self, inputs: StepInputs) -> IntArray:
+        decoder = self._decoder
+        context = ForwardContext(
+            decoder.cos_sin, inputs.positions, inputs.slot_mapping, self._kv_cache.blocks, inputs.meta
+        )
+        hidden = decoder.hidden(inputs.input_ids, context, inputs.logits_rows)
+        pieces = []
+        for start in range(0, len(hidden), self._max_logits_rows):
+            end = min(start + self._max_logits_rows, len(hidden))
+            pieces.append(self._sampler(decoder.logits(hidden[start:end]), inputs.sampling.rows(start, end)))
+        if not pieces:
+            return np.zeros(0, dtype=np.int64)
+        ids = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        drawn: IntArray = ids.cpu().numpy()
+        return drawn
+
+    def warm_up(self) -> None:
+        """Run a prompt and a decode of two sequences, greedy and not, so that the first request meets compiled kernels.
+
+        Call it while no sequence has a row: it computes in the cache's first block.
+        """
+        prompt_len = min(self._kv_cache.block_size - 1, self._batch.max_model_len - 1)
+        rows = [
+            NewRow(
+                seq_id=f"warm-up-{temperature}",
+                token_ids=(0,) * prompt_len,
+                num_prompt_tokens=prompt_len,
+                sampling=SamplingParams(temperature=temperature, top_k=2, top_p=0.5),
+                seed=0,
+                block_ids=(0,),
+            )
+            for temperature in (0.0, 1.0)[: self._batch.num_free_rows]
+        ]
+        prompts = tuple(Chunk(row.seq_id, 0, prompt_len, (), True) for row in rows)
+        decodes = tuple(Chunk(row.seq_id, prompt_len, 1, (), True) for row in rows)
+        self.execute(SchedulerOutput(step=0, new_rows=tuple(rows), chunks=prompts))
+        self.execute(SchedulerOutput(step=0, chunks=decodes))
+        self.execute(SchedulerOutput(step=0, removed_ids=tuple(row.seq_id for row in rows)))
+        self.last_forward_s = 0.0
+
+
+def _as_output(seq_ids: list[str], token_ids: IntArray) -> ModelRunnerOutput:
+    """Drawn tokens by sequence; -1 becomes a failure of that sequence alone."""
+    drawn = dict(zip(seq_ids, token_ids.tolist(), strict=True))
+    if len(token_ids) and token_ids.min() < 0:
+        failed = {seq_id: NO_FINITE_LOGIT for seq_id, token_id in drawn.items() if token_id < 0}
+        return ModelRunnerOutput({seq_id: drawn[seq_id] for seq_id in drawn if seq_id not in failed}, failed)
+    return ModelRunnerOutput(drawn)

@@ -1,0 +1,122 @@
+"""Which tensors a decoder of the Llama family is made of, under their Hugging Face names."""
+
+import math
+from collections.abc import Mapping, MutableMapping
+
+import torch
+
+from model.config import ModelConfig
+from model.errors import WeightsMismatchError
+
+Shape = tuple[int, ...]
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+LM_HEAD = "lm_head.weight"
+MAX_LISTED = 8
+"""Tensors named in an error message for each kind of mismatch."""
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Shape of every tensor that a checkpoint of this configuration holds."""
+    shapes: dict[str, Shape] = {EMBEDDING: (config.vocab_size, config.hidden_size), FINAL_NORM: (config.hidden_size,)}
+    if not config.tie_word_embeddings:
+        shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
+    for layer in range(config.num_layers):
+        for name, shape in _layer_shapes(config).items():
+            shapes[f"model.layers.{layer}.{name}"] = shape
+    return shapes
+
+
+def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    linears = {
+        "self_attn.q_proj": (query, hidden, config.qkv_bias),
+        "self_attn.k_proj": (key_value, hidden, config.qkv_bias),
+        "self_attn.v_proj": (key_value, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, query, config.o_bias),
+        "mlp.gate_proj": (intermediate, hidden, config.mlp_bias),
+        "mlp.up_proj": (intermediate, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, intermediate, config.mlp_bias),
+    }
+    shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    for name, (num_out, num_in, has_bias) in linears.items():
+        shapes[f"{name}.weight"] = (num_out, num_in)
+        if has_bias:
+            shapes[f"{name}.bias"] = (num_out,)
+    return shapes
+
+
+def check_weights(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> None:
+    """Raises WeightsMismatchError that lists what is missing, unexpected or of another shape.
+
+    Allowed beside the expected: an lm_head where the embeddings are tied, and the rotary frequencies that old
+    checkpoints carry, since both follow from the configuration.
+    """
+    expected = expected_shapes(config)
+    missing = [name for name in expected if name not in weights]
+    unexpected = [name for name in weights if name not in expected and not _is_redundant(name, config)]
+    mis_shaped = [
+        f"{name} is {list(weights[name].shape)}, not {list(shape)}"
+        for name, shape in expected.items()
+        if name in weights and tuple(weights[name].shape) != shape
+    ]
+    found = [("missing", missing), ("unexpected", unexpected), ("of another shape", mis_shaped)]
+    problems = [f"{kind}: {_listed(names)}" for kind, names in found if names]
+    if problems:
+        raise WeightsMismatchError(
+            f"the weights don't fit the {config.architecture} of the configuration; {'; '.join(problems)}. "
+            "Check that the weights and config.json are of one checkpoint"
+        )
+
+
+def _is_redundant(name: str, config: ModelConfig) -> bool:
+    return name.endswith("rotary_emb.inv_freq") or (name == LM_HEAD and config.tie_word_embeddings)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more
+
+
+class WeightReader:
+    """Takes tensors out of a mapping one by one, so that a source tensor dies as soon as it is packed.
+
+    A mutable mapping (a dict) is emptied as it is read: what is taken twice is not there. A read-only one, that loads
+    lazily, is left as it is.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        self._weights = weights
+        self._dtype = dtype
+        self._device = device
+
+    def take(self, name: str) -> torch.Tensor:
+        """The tensor, converted and contiguous, on the device."""
+        weights = self._weights
+        tensor = weights.pop(name) if isinstance(weights, MutableMapping) else weights[name]
+        return tensor.to(device=self._device, dtype=self._dtype).contiguous()
+
+    def take_fused(self, names: list[str]) -> torch.Tensor:
+        """The tensors stacked along their first axis; each source is dropped once it is copied."""
+        return torch.cat([self.take(name) for name in names])
+
+
+def random_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Weights of a trained model's magnitudes, for tests and benches: a pure function of the configuration and seed.
+
+    Logits keep a spread of about one, so that neither softmax nor argmax degenerates.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights: dict[str, torch.Tensor] = {}
+    for name, shape in expected_shapes(config).items():
+        tensor = torch.empty(shape, dtype=torch.float32)
+        if name.endswith("norm.weight"):
+            tensor.uniform_(0.5, 1.5, generator=generator)
+        elif name.endswith("bias"):
+            tensor.normal_(0.0, 0.1, generator=generator)
+        else:
+            tensor.normal_(0.0, 1.0 / math.sqrt(shape[1]), generator=generator)
+        weights[name] = tensor.to(dtype)
+    return weights
