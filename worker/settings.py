@@ -16,8 +16,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, Validati
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from worker.errors import StartupError
+from worker.settings_words import ENV_PREFIX, env_name, problem_line
 
-ENV_PREFIX = "PAGEMILL_"
 DEMO_MODEL = "smollm2"
 BLOCK_SIZES = (8, 16, 32, 64)
 # Token budget of a step where `max_num_batched_tokens` is not set. On the CPU a step of 6144 tokens takes many seconds.
@@ -69,6 +69,7 @@ def _shown(text: str) -> dict[str, Any]:
 
 
 Weight = Annotated[int, Field(ge=1, le=1000)]
+Folder = Annotated[Path, AfterValidator(Path.expanduser)]
 
 
 class Settings(BaseSettings):
@@ -99,12 +100,12 @@ class Settings(BaseSettings):
         json_schema_extra=_shown("on without `redis_url`"),
     )
     """Start an embedded Valkey. Turn it off where a forgotten `redis_url` must be an error."""
-    data_dir: Path = Field(
+    data_dir: Folder = Field(
         default_factory=lambda: platformdirs.user_data_path("pagemill"),
         json_schema_extra=_shown("the user's data folder"),
     )
     """Folder of the embedded Valkey: its data, its lock and the file `redis.url`."""
-    cache_dir: Path = Field(
+    cache_dir: Folder = Field(
         default_factory=lambda: platformdirs.user_cache_path("pagemill"),
         json_schema_extra=_shown("the user's cache folder"),
     )
@@ -205,16 +206,6 @@ class Settings(BaseSettings):
         return max(self.max_num_seqs, BATCHED_TOKENS_CUDA if device == "cuda" else BATCHED_TOKENS_CPU)
 
 
-def env_name(name: str) -> str:
-    """The environment variable of a setting."""
-    return ENV_PREFIX + name.upper()
-
-
-def flag_name(name: str) -> str:
-    """The command line flag of a setting."""
-    return "--" + name.replace("_", "-")
-
-
 def shown_default(name: str) -> str:
     """The default of a setting, in words, for help texts."""
     field = Settings.model_fields[name]
@@ -236,11 +227,8 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
     try:
         return Settings(**flags)
     except ValidationError as error:
-        problems = [
-            _problem(detail, flags)
-            for detail in error.errors(include_input=False, include_url=False)
-            if detail["type"] != "default_factory_not_called"
-        ]
+        details = error.errors(include_input=False, include_url=False)
+        problems = [problem_line(detail, flags) for detail in details if detail["type"] != "default_factory_not_called"]
         raise StartupError("; ".join(problems)) from None
 
 
@@ -256,42 +244,3 @@ def misspelt_variables(environ: Mapping[str, str] | None = None) -> list[tuple[s
             close = difflib.get_close_matches(variable, known, n=1, cutoff=0.92)
             pairs += [(variable, match) for match in close]
     return pairs
-
-
-def _problem(detail: Mapping[str, Any], flags: Mapping[str, Any]) -> str:
-    """One line for one of pydantic's errors: where the value was set, the value unless it is secret, what is accepted."""
-    if not detail["loc"]:
-        return str(detail["ctx"]["error"])
-    name = str(detail["loc"][0])
-    where = flag_name(name) if name in flags else env_name(name)
-    value = flags.get(name, os.environ.get(env_name(name), ""))
-    shown = "" if name == "redis_url" else f" is {str(value)[:80]!r}"
-    return f"{where}{shown}: {_advice(detail)}"
-
-
-def _advice(detail: Mapping[str, Any]) -> str:
-    """What is accepted, in the words of this project where pydantic's are long."""
-    limits = detail.get("ctx", {})
-    match detail["type"]:
-        case "value_error":
-            return str(limits["error"])
-        case "literal_error":
-            return "use one of " + str(limits["expected"]).replace("'", "").replace(" or ", ", ")
-        case "int_parsing" | "int_from_float":
-            return "use a whole number"
-        case "float_parsing":
-            return "use a number"
-        case "bool_parsing":
-            return "use true or false"
-        case "greater_than_equal":
-            return f"use {limits['ge']} or more"
-        case "less_than_equal":
-            return f"use {limits['le']} or less"
-        case "greater_than":
-            return f"use more than {limits['gt']}"
-        case "string_too_short":
-            return "it must not be empty"
-        case "string_pattern_mismatch":
-            return "use 1 to 64 letters, digits, `_`, `.` or `-`"
-        case _:
-            return str(detail["msg"])

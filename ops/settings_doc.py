@@ -1,0 +1,63 @@
+"""The settings table of the handbook, made from the settings class: `python -m ops.settings_doc` rewrites the file."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import SecretStr
+
+from worker.settings import Settings, shown_default
+from worker.settings_words import env_name, flag_name
+
+PATH = Path(__file__).parent.parent / "docs" / "settings.md"
+
+_HEAD = """# Settings
+
+Made from `worker/settings.py` by `python -m ops.settings_doc`: change it there.
+
+Every setting is a flag of `pagemill serve` and an environment variable. A flag wins over the variable, the variable
+over the default; an empty variable counts as unset. A bad value stops the process with one line and exit code 2.
+
+| flag | variable | accepts | default | meaning |
+|---|---|---|---|---|
+"""
+_TAIL = """
+Two more variables are read by the command line alone: `PAGEMILL_DEBUG=1` shows the traceback of an error that is
+otherwise one line, and `NO_COLOR` turns colours off.
+"""
+
+_WORDS = {bool: "on, off", int: "whole number", float: "number", str: "text", SecretStr: "URL", Path: "folder"}
+
+
+def accepted(annotation: Any) -> str:
+    """What a field of this type accepts, in a word or two: `on, off`, `whole number`, the choices of a Literal."""
+    if get_origin(annotation) is Literal:
+        return ", ".join(map(str, get_args(annotation)))
+    if get_origin(annotation) is tuple:
+        return ":".join(["number"] * len(get_args(annotation)))
+    if get_origin(annotation) is Annotated:
+        return accepted(get_args(annotation)[0])
+    inner = [accepted(part) for part in get_args(annotation) if part is not type(None)]
+    if inner:
+        return inner[0]
+    return _WORDS[annotation]
+
+
+def render() -> str:
+    """The whole text of docs/settings.md."""
+    rows = []
+    for name, field in Settings.model_fields.items():
+        cells = [f"`{flag_name(name)}`", f"`{env_name(name)}`", accepted(field.annotation), shown_default(name)]
+        rows.append("| " + " | ".join([*cells, str(field.description)]) + " |\n")
+    return _HEAD + "".join(rows) + _TAIL
+
+
+def main() -> int:
+    """Write the file."""
+    PATH.parent.mkdir(exist_ok=True)
+    PATH.write_text(render(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Log lines: their shape, and what never gets into them."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+import structlog
+
+from worker.logs import configure_logging, get_logger
+
+
+@pytest.fixture(autouse=True)
+def logging_restored() -> Iterator[None]:
+    """Logging is global to the process: put it back as it was."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+def logged(level: str = "info", log_format: Literal["auto", "json"] = "json") -> io.StringIO:
+    """Logging set up with a stream in memory."""
+    stream = io.StringIO()
+    configure_logging(level, log_format, stream)
+    return stream
+
+
+def lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    """The JSON objects written so far."""
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_an_event_is_one_json_line_with_the_bound_ids() -> None:
+    stream = logged()
+    get_logger(worker_id="w1", queue="q").bind(request_id="r1").info("job_taken", num_running=3)
+    (event,) = lines(stream)
+    assert list(event)[:3] == ["timestamp", "level", "event"]
+    assert event.items() >= {"event": "job_taken", "worker_id": "w1", "queue": "q", "request_id": "r1"}.items()
+    assert event["num_running"] == 3
+
+
+def test_auto_writes_json_where_there_is_no_terminal_and_console_writes_for_people() -> None:
+    stream = logged(log_format="auto")
+    get_logger().info("started", port=1)
+    assert lines(stream)[0]["port"] == 1
+    people = io.StringIO()
+    configure_logging("info", "console", people)
+    get_logger().info("started", port=1)
+    assert "port=1" in people.getvalue()
+    assert "\x1b" not in people.getvalue()
+
+
+def test_the_level_filters_ours_and_the_standard_librarys() -> None:
+    stream = logged("warning")
+    get_logger().info("quiet")
+    logging.getLogger("other").info("quiet too")
+    get_logger().warning("loud")
+    logging.getLogger("other").error("louder %s", "still")
+    assert [event["event"] for event in lines(stream)] == ["loud", "louder still"]
+
+
+def test_text_of_users_and_of_the_model_is_cut_to_its_length() -> None:
+    stream = logged()
+    get_logger().info("odd_job", prompt="my secret", messages=[{"content": "my secret"}], text="answer", tokens=12)
+    assert "secret" not in stream.getvalue()
+    assert "answer" not in stream.getvalue()
+    (event,) = lines(stream)
+    assert (event["prompt"], event["messages"], event["tokens"]) == ("<9 hidden>", "<1 hidden>", 12)
+
+
+def test_passwords_in_urls_are_masked_in_values_messages_and_tracebacks() -> None:
+    stream = logged()
+    url = "redis://user:hunter2@host:6379/0"
+    get_logger().info("connecting", url=url)
+    logging.getLogger("redis").warning("can't reach %s", url)
+    try:
+        raise ValueError(f"bad url {url}")
+    except ValueError:
+        get_logger().exception("failed")
+    assert "hunter2" not in stream.getvalue()
+    assert stream.getvalue().count("redis://user:***@host:6379/0") >= 3
+
+
+def test_a_logger_made_before_the_set_up_follows_it() -> None:
+    logger = get_logger(worker_id="w1")
+    stream = logged()
+    logger.info("late")
+    assert lines(stream)[0]["worker_id"] == "w1"

@@ -1,0 +1,104 @@
+"""Logs: structlog events with keys, one JSON object a line or coloured for people, on stderr.
+
+Prompts and replies are never logged: whatever carries text is cut to its length here, whoever logged it. Passwords
+in URLs are masked, in tracebacks too. Events of the standard library's logging pass through the same chain.
+"""
+
+import logging
+import re
+import sys
+from collections.abc import MutableMapping, Sized
+from typing import Any, Literal, TextIO
+
+import structlog
+from structlog.typing import EventDict, Processor
+
+# Keys whose values are what users wrote or what the model answered.
+TEXT_KEYS = frozenset(
+    {"prompt", "messages", "text", "tokens", "token_ids", "ids", "payload", "choices", "stop", "meta"}
+)
+
+_PASSWORD = re.compile(r"(\w+://[^:@/\s]*):[^@/\s]+@")
+
+
+def configure_logging(
+    level: str = "info",
+    log_format: Literal["auto", "json", "console"] = "auto",
+    stream: TextIO | None = None,
+) -> None:
+    """Set logging up for this process; a second call replaces the first. `stream` is stderr where left out."""
+    stream = stream or sys.stderr
+    is_console = log_format == "console" or (log_format == "auto" and stream.isatty())
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.stdlib.ExtraAdder(),
+        hide_text,
+    ]
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=_renderers(is_console, stream))
+    )
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+
+
+def get_logger(**ids: Any) -> structlog.stdlib.BoundLogger:
+    """A logger with `ids` (`request_id`, `worker_id`, `queue`) bound to everything that it writes."""
+    logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger("pagemill", **ids)
+    return logger
+
+
+def hide_text(_logger: Any, _method: str, event: EventDict) -> EventDict:
+    """Replace what users or the model wrote by its length, so that no code path can log it by accident.
+
+    Numbers under such a key, a count of tokens for instance, stay.
+    """
+    for key in TEXT_KEYS & event.keys():
+        if isinstance(event[key], Sized):
+            event[key] = f"<{len(event[key])} hidden>"
+    return event
+
+
+def mask_passwords(_logger: Any, _method: str, event: EventDict) -> EventDict:
+    """Mask the password of every URL in any string of the event, the traceback included."""
+    for key, value in event.items():
+        if isinstance(value, str) and "://" in value:
+            event[key] = _PASSWORD.sub(r"\1:***@", value)
+    return event
+
+
+def _renderers(is_console: bool, stream: TextIO) -> list[Processor]:
+    """The last part of the chain: exceptions as text, passwords masked, then the line."""
+    renderer: Processor = (
+        structlog.dev.ConsoleRenderer(colors=stream.isatty())
+        if is_console
+        else structlog.processors.JSONRenderer(ensure_ascii=False)
+    )
+    return [
+        structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+        structlog.processors.format_exc_info,
+        mask_passwords,
+        _event_first,
+        renderer,
+    ]
+
+
+def _event_first(_logger: Any, _method: str, event: EventDict) -> MutableMapping[str, Any]:
+    """Time, level and event lead the line: easier on the eye where lines are long."""
+    leading = {key: event.pop(key) for key in ("timestamp", "level", "event") if key in event}
+    return {**leading, **event}
