@@ -1,0 +1,134 @@
+"""JSON and MessagePack of strangers, read strictly: bounded depth, no duplicate keys, no NaN, no extension types.
+
+Both decoders give the same plain values (None, bool, int, float, str, list, dict with str keys), so that what is
+checked later doesn't depend on the encoding. Everything that is wrong raises MalformedError, and nothing else does.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import msgpack
+
+MAX_DEPTH = 32
+# A number of more digits than this means nothing here; Python would spend quadratic time on it.
+MAX_NUMBER_CHARS = 64
+_CONTAINERS = frozenset({dict, list})
+_SCALARS = frozenset({type(None), bool, int, float, str})
+
+
+class MalformedError(ValueError):
+    """The bytes are not the encoding they claim to be, or use what is refused; the message says which."""
+
+
+def decode_json(data: bytes, max_depth: int = MAX_DEPTH) -> Any:
+    """The value of UTF-8 JSON `data`. Raises MalformedError."""
+    try:
+        value = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_int=_whole_number,
+            parse_float=_fraction,
+            parse_constant=_refuse_constant,
+        )
+    except MalformedError:
+        raise
+    except UnicodeDecodeError as error:
+        raise MalformedError(f"it is not UTF-8 at byte {error.start}") from error
+    except RecursionError as error:
+        raise MalformedError(f"it is nested deeper than {max_depth} levels") from error
+    except json.JSONDecodeError as error:
+        raise MalformedError(f"it is not JSON: {error.msg} at character {error.pos}") from error
+    check_plain(value, max_depth)
+    return value
+
+
+def decode_msgpack(data: bytes, max_depth: int = MAX_DEPTH) -> Any:
+    """The value of MessagePack `data`; `str` must be UTF-8 and `bin` is refused. Raises MalformedError."""
+    try:
+        value = msgpack.unpackb(data, raw=False, object_pairs_hook=_unique, ext_hook=_refuse_extension)
+    except MalformedError:
+        raise
+    except UnicodeDecodeError as error:
+        raise MalformedError("a string in it is not UTF-8") from error
+    except msgpack.ExtraData as error:
+        raise MalformedError("bytes follow after the value") from error
+    except msgpack.StackError as error:
+        raise MalformedError(f"it is nested deeper than {max_depth} levels") from error
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise MalformedError("it is not MessagePack, or it is cut off") from error
+    check_plain(value, max_depth)
+    return value
+
+
+def check_plain(value: Any, max_depth: int = MAX_DEPTH) -> None:
+    """Raises MalformedError unless `value` is plain data, at most `max_depth` containers deep, all text encodable.
+
+    Level by level, without recursion; a list of numbers costs one pass in C.
+    """
+    level, depth = [value], 0
+    while level:
+        containers: list[Any] = []
+        for kind in set(map(type, level)):
+            if kind not in _SCALARS and kind not in _CONTAINERS:
+                raise MalformedError(f"it holds a value of type {kind.__name__}: use text, numbers, lists and maps")
+        for item in level:
+            if type(item) is str:
+                _check_text(item)
+            elif type(item) in _CONTAINERS:
+                containers.append(item)
+            elif type(item) is float and not math.isfinite(item):
+                raise MalformedError("it holds NaN or an infinity: use finite numbers")
+        depth += 1
+        if containers and depth > max_depth:
+            raise MalformedError(f"it is nested deeper than {max_depth} levels")
+        level = []
+        for container in containers:
+            if type(container) is dict:
+                level.extend(container.keys())
+                level.extend(container.values())
+            else:
+                level.extend(container)
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise MalformedError("a string in it holds half of a surrogate pair, which is no character") from error
+
+
+def _unique(pairs: list[tuple[Any, Any]]) -> Mapping[str, Any]:
+    for key, _ in pairs:
+        if type(key) is not str:
+            raise MalformedError("a map in it has a key that is not text")
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise MalformedError(f"a map in it has the key {key[:64]!r} twice")
+            seen.add(key)
+    return result
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > MAX_NUMBER_CHARS:
+        raise MalformedError(f"it holds a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _fraction(digits: str) -> float:
+    value = float(digits) if len(digits) <= 4 * MAX_NUMBER_CHARS else math.inf
+    if not math.isfinite(value):
+        raise MalformedError("it holds a number that is out of range")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise MalformedError(f"it holds {name}: use finite numbers")
+
+
+def _refuse_extension(code: int, _: bytes) -> NoReturn:
+    raise MalformedError(f"it holds a MessagePack extension of type {code}: use text, numbers, lists and maps")
