@@ -1,1 +1,35 @@
-"""Decides what the engine computes next: plain Python, no torch, no Redis, no clock of its own."""
+"""Decides what the engine computes next: plain Python, no torch, no Redis, no clock of its own.
+
+In the order in which to read: `sequence` (one request), `block_pool`, `block_table`, `prefix_cache` and
+`kv_cache_manager` (memory), `policy` and `preemption` (who comes first, who gives way), `step_adder` (one step in the
+making), `scheduler` (all of it together), `invariants` (what always holds). `output` is what it says to the
+others; docs/scheduler.md tells why it is so.
+"""
+
+from scheduler.config import CacheConfig, SchedulerConfig
+from scheduler.output import (
+    FinishReason,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    SchedulerStats,
+    SequenceOutput,
+    SequenceStats,
+)
+from scheduler.sampling_params import SamplingParams
+from scheduler.scheduler import Scheduler
+from scheduler.sequence import Sequence, SequenceStatus
+
+__all__ = [
+    "CacheConfig",
+    "FinishReason",
+    "ModelRunnerOutput",
+    "SamplingParams",
+    "Scheduler",
+    "SchedulerConfig",
+    "SchedulerOutput",
+    "SchedulerStats",
+    "Sequence",
+    "SequenceOutput",
+    "SequenceStats",
+    "SequenceStatus",
+]

@@ -2,18 +2,32 @@
 
 from dataclasses import dataclass
 
+from scheduler.errors import InvalidConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """Sizes of the paged KV cache, in blocks.
 
-    `num_cpu_blocks` is the swap tier; 0 means that there is none.
+    `num_cpu_blocks` is the swap tier; 0 means that there is none. `is_prefix_shared_by_tenants`: sequences of
+    different tenants may reuse one another's cached prefixes. It is off by default, since the time to the first
+    token tells a tenant whether somebody else has sent the same prompt.
+
+    Raises InvalidConfigError.
     """
 
     num_blocks: int
     block_size: int = 16
     num_cpu_blocks: int = 0
     enable_prefix_caching: bool = True
+    is_prefix_shared_by_tenants: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_blocks < 1 or self.block_size < 1 or self.num_cpu_blocks < 0:
+            raise InvalidConfigError(
+                f"the KV cache has {self.num_blocks} blocks of {self.block_size} tokens and {self.num_cpu_blocks} in "
+                "the CPU tier: use at least 1 block of at least 1 token, and 0 or more for the CPU tier"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +36,17 @@ class SchedulerConfig:
 
     `max_num_batched_tokens` is the token budget of a step, shared by decodes and prefill chunks;
     `max_num_seqs` bounds the sequences that are running; `max_model_len` the tokens of one sequence.
+
+    Raises InvalidConfigError.
     """
 
     max_model_len: int
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 512
     eos_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value < 1:
+                raise InvalidConfigError(f"{name} is {value}: use a whole number from 1")

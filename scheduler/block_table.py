@@ -1,0 +1,40 @@
+"""Which physical block holds which tokens of one sequence."""
+
+from collections.abc import Iterable, Iterator
+
+from scheduler.block_pool import Block
+
+
+class BlockTable:
+    """The blocks of one sequence in logical order: block i holds tokens [i * block_size, (i + 1) * block_size).
+
+    It only grows until `clear` empties it. Two equal blocks are never merged afterwards: the runner keeps a copy
+    of the table and hears only of what is appended.
+    """
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self) -> None:
+        self._blocks: list[Block] = []
+
+    def append(self, blocks: Iterable[Block]) -> None:
+        """Add blocks at the end."""
+        self._blocks.extend(blocks)
+
+    def clear(self) -> list[Block]:
+        """Empty the table and return what it held, in logical order."""
+        blocks, self._blocks = self._blocks, []
+        return blocks
+
+    def block_ids(self) -> tuple[int, ...]:
+        """Physical block ids in logical order."""
+        return tuple([block.block_id for block in self._blocks])
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, index: int) -> Block:
+        return self._blocks[index]
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._blocks)

@@ -1,0 +1,197 @@
+"""One request inside the engine: its tokens, where it stands, and what it has cost so far."""
+
+from array import array
+from collections.abc import Sequence as Tokens
+from enum import Enum, auto
+from typing import Final
+
+from scheduler.block_table import BlockTable
+from scheduler.errors import InvalidPromptError
+from scheduler.output import FinishReason, SequenceStats
+from scheduler.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    """Where a sequence stands.
+
+                         admitted                     finished, failed
+          add ─► WAITING ─────────► RUNNING ───────────────────────────► FINISHED
+                    ▲                │  ▲                                    ▲
+                    │    recompute   │  │                                    │ aborted, from
+                    ├────────────────┘  │                                    │ any state
+                    │                   │
+        copy is bad │   swap            │ copied in
+                    │    ┌──────────────┼─────────────┐
+                    │    ▼              │             │
+                    │  SWAPPING_OUT     └── SWAPPING_IN
+                    │    │ copied out           ▲
+                    │    ▼                      │ room for it and one block more
+                    └─ SWAPPED ─────────────────┘
+
+    The three swap states are entered only where there is a CPU tier that takes victims.
+    """
+
+    WAITING = auto()
+    RUNNING = auto()
+    SWAPPING_OUT = auto()
+    SWAPPED = auto()
+    SWAPPING_IN = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """A prompt and what has been generated after it.
+
+    The scheduler's view of progress is two numbers; there are no phases:
+
+        tokens     [0 ............ num_prompt_tokens ............ num_tokens)      all known ones
+        computed   [0 ... num_computed_tokens)                                     those whose KV is in its blocks
+
+    A step computes a chunk [num_computed_tokens, num_computed_tokens + n); where it reaches num_tokens, the next
+    token is drawn and becomes known. A fresh prompt, a decode, a preempted sequence that comes back and one that
+    another worker began are all the same case.
+
+    seq_id: unique among the unfinished sequences of a scheduler.
+    generated_token_ids: not empty where an earlier run of this request was cut short; they count for max_tokens.
+    seed: the resolved seed of its draws.
+    priority: larger is more important.
+    tenant, adapter, cache_salt: only sequences that agree in all three share cached prefixes.
+    arrival_s, deadline_s: seconds of the clock whose readings the scheduler is passed.
+
+    Raises InvalidPromptError for a prompt without tokens, or with ids that don't fit 31 bits. (Whether an id
+    is in the vocabulary is for those to check who know the vocabulary.)
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "adapter",
+        "arrival_s",
+        "block_hashes",
+        "block_table",
+        "cache_salt",
+        "deadline_s",
+        "finish_reason",
+        "first_scheduled_s",
+        "first_token_s",
+        "max_num_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_passes",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_recomputed_tokens",
+        "num_sealed_blocks",
+        "num_tokens_seen",
+        "priority",
+        "sampling",
+        "sealed_name",
+        "seed",
+        "seq_id",
+        "serial",
+        "status",
+        "tenant",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        seq_id: str,
+        prompt_token_ids: Tokens[int],
+        sampling: SamplingParams,
+        *,
+        seed: int = 0,
+        generated_token_ids: Tokens[int] = (),
+        priority: int = 0,
+        tenant: str = "",
+        adapter: str = "",
+        cache_salt: str = "",
+        arrival_s: float = 0.0,
+        deadline_s: float | None = None,
+    ) -> None:
+        self.seq_id: Final = seq_id
+        self.token_ids: Final = _as_array(seq_id, prompt_token_ids)
+        self.token_ids.extend(_as_array(seq_id, generated_token_ids))
+        self.num_prompt_tokens: Final = len(prompt_token_ids)
+        if self.num_prompt_tokens == 0:
+            raise InvalidPromptError(f"sequence {seq_id} has an empty prompt: give at least one token")
+        self.sampling: Final = sampling
+        self.seed: Final = seed
+        self.priority: Final = priority
+        self.tenant: Final = tenant
+        self.adapter: Final = adapter
+        self.cache_salt: Final = cache_salt
+        self.arrival_s: Final = arrival_s
+        self.deadline_s: Final = deadline_s
+
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        # Both are set by Scheduler.add: the order of arrival, and where generation ends at the latest.
+        self.serial = 0
+        self.max_num_tokens = 0
+        self.num_computed_tokens = 0
+        # The most that was ever computed of it: what lies below and is computed again is the price of preemption.
+        self.num_tokens_seen = 0
+        self.block_table: Final = BlockTable()
+        # The prefix cache's notes: hashes of its full blocks, how many blocks it has sealed, the last one's name.
+        self.block_hashes: Final[list[int]] = []
+        self.num_sealed_blocks = 0
+        self.sealed_name: int | None = None
+
+        self.num_passes = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.num_recomputed_tokens = 0
+        self.first_scheduled_s: float | None = None
+        self.first_token_s: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and generated."""
+        return len(self.token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens after the prompt, those of earlier runs included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def generated_token_ids(self) -> list[int]:
+        """A copy of the tokens after the prompt."""
+        return self.token_ids[self.num_prompt_tokens :].tolist()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more comes of it."""
+        return self.status is SequenceStatus.FINISHED
+
+    def stats(self, now: float) -> SequenceStats:
+        """What it has cost if it ends now."""
+        return SequenceStats(
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_generated_tokens=self.num_generated_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=self.num_preemptions,
+            num_recomputed_tokens=self.num_recomputed_tokens,
+            swapped_bytes=0,
+            arrival_s=self.arrival_s,
+            first_scheduled_s=self.first_scheduled_s,
+            first_token_s=self.first_token_s,
+            finished_s=now,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.seq_id}, {self.status.name}, {self.num_computed_tokens} of {self.num_tokens} tokens "
+            f"computed, {len(self.block_table)} blocks)"
+        )
+
+
+def _as_array(seq_id: str, token_ids: Tokens[int]) -> "array[int]":
+    """Token ids in 4 bytes each: a list of Python integers takes up to nine times as much."""
+    try:
+        ids = array("i", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise InvalidPromptError(f"sequence {seq_id} holds something that is no token id: {error}") from error
+    if ids and min(ids) < 0:
+        raise InvalidPromptError(f"sequence {seq_id} holds token id {min(ids)}: token ids start at 0")
+    return ids

@@ -1,0 +1,102 @@
+"""One step in the making."""
+
+from scheduler.block_pool import Block
+from scheduler.kv_cache_manager import KVCacheManager
+from scheduler.output import Chunk, NewRow, SchedulerOutput
+from scheduler.preemption import RunningQueue
+from scheduler.sequence import Sequence
+
+# A sequence that comes back from its k-th preemption must find room for 2^k blocks more than it has tokens for;
+# beyond 2^10 that is more than any context.
+MAX_BACKOFF_DOUBLINGS = 10
+
+
+class StepAdder:
+    """Carries one step's token budget from sequence to sequence, and gathers what the step will do.
+
+    Lives within one `Scheduler.schedule`. `num_tokens_left` is what is left of the budget.
+    """
+
+    def __init__(self, kv: KVCacheManager, num_tokens: int) -> None:
+        self._kv = kv
+        self.num_tokens_left = num_tokens
+        self.work: list[tuple[Sequence, Chunk]] = []
+        self._new_rows: list[NewRow] = []
+        self._num_promised_blocks = 0
+
+    def try_serve(self, seq: Sequence, num_behind: int) -> bool:
+        """Add the next chunk of a running sequence; False, and nothing changed, if its blocks don't fit.
+
+        A chunk of a prompt leaves a token of the budget to each of the `num_behind` others, so that no prefill
+        stops a decode; but takes at least one itself.
+        """
+        start = seq.num_computed_tokens
+        num_tokens = len(seq.token_ids) - start
+        if num_tokens > 1:
+            num_tokens = min(num_tokens, max(1, self.num_tokens_left - num_behind))
+        new_block_ids = self._kv.allocate_slots(seq, num_tokens)
+        if new_block_ids is None:
+            return False
+        self._add(seq, start, num_tokens, new_block_ids)
+        return True
+
+    def open_admission(self, running: RunningQueue) -> None:
+        """Count the blocks that are promised: call it once, after the running ones are served."""
+        self._num_promised_blocks = sum([self._num_future_blocks(seq, 1) for seq in running])
+
+    def try_admit(self, seq: Sequence, *, is_alone: bool) -> bool:
+        """Admit a waiting sequence with its first chunk; False, and nothing changed, if it should wait.
+
+        It needs blocks for all tokens that it has, not just for this chunk, and spare ones to grow into, out of
+        the free ones that are not promised to those that run. Where nothing runs there is nobody to disturb:
+        whatever `Scheduler.add` has let in fits.
+        """
+        hit = self._kv.find_prefix(seq)
+        if not is_alone and not self._fits(seq, hit):
+            return False
+        self._kv.take_prefix(seq, hit)
+        start = seq.num_computed_tokens
+        num_tokens = min(len(seq.token_ids) - start, self.num_tokens_left)
+        new_block_ids = self._kv.allocate_slots(seq, num_tokens)
+        assert new_block_ids is not None, f"{seq} was admitted, but {self._kv.num_available_blocks} free blocks fail it"
+        self._num_promised_blocks += self._num_future_blocks(seq, 1)
+        self._add(seq, start, num_tokens, ())
+        self._new_rows.append(
+            NewRow(
+                seq_id=seq.seq_id,
+                token_ids=tuple(seq.token_ids),
+                num_prompt_tokens=seq.num_prompt_tokens,
+                sampling=seq.sampling,
+                seed=seq.seed,
+                block_ids=seq.block_table.block_ids(),
+            )
+        )
+        return True
+
+    def build(self, step: int, removed_ids: tuple[str, ...]) -> SchedulerOutput:
+        """The step, ready for the runner."""
+        return SchedulerOutput(
+            step=step,
+            chunks=tuple([chunk for _, chunk in self.work]),
+            new_rows=tuple(self._new_rows),
+            removed_ids=removed_ids,
+        )
+
+    def _add(self, seq: Sequence, start: int, num_tokens: int, new_block_ids: tuple[int, ...]) -> None:
+        is_sampled = start + num_tokens == len(seq.token_ids)
+        self.work.append((seq, Chunk(seq.seq_id, start, num_tokens, new_block_ids, is_sampled)))
+        self.num_tokens_left -= num_tokens
+
+    def _fits(self, seq: Sequence, hit: list[Block]) -> bool:
+        num_spare = 1 << min(seq.num_preemptions, MAX_BACKOFF_DOUBLINGS)
+        num_free_hits = sum([block.ref_cnt == 0 for block in hit])
+        num_needed = self._num_future_blocks(seq, num_spare) - len(hit) + num_free_hits
+        return num_needed <= self._kv.num_available_blocks - self._num_promised_blocks
+
+    def _num_future_blocks(self, seq: Sequence, num_spare: int) -> int:
+        """Blocks that `seq` lacks for the tokens it has and `num_spare` blocks more, or to its end if that is closer.
+
+        The last token that may be generated needs no slot: nothing comes after it that would attend to it.
+        """
+        num_tokens = min(len(seq.token_ids) + num_spare * self._kv.block_size, seq.max_num_tokens - 1)
+        return self._kv.num_blocks_for(num_tokens) - len(seq.block_table)
