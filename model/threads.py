@@ -3,8 +3,9 @@
 import os
 from pathlib import Path
 
-import numba
 import torch
+
+from kernels.dispatch import has_compiled
 
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
@@ -31,5 +32,8 @@ def set_num_threads(num_threads: int | None) -> int:
     if num_threads is None:
         num_threads = min(torch.get_num_threads(), num_physical_cores())
     torch.set_num_threads(num_threads)
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
+    if has_compiled():
+        import numba
+
+        numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
     return num_threads
