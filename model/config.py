@@ -1,8 +1,27 @@
 """What a checkpoint is: the shape of a Llama-family decoder, read from config.json or from a GGUF header."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from model.errors import CorruptCheckpointError, UnsupportedModelError
+from model.json_files import read_json, read_json_if_there
+
+DTYPES: Final = ("float32", "float16", "bfloat16")
+ROPE_KINDS: Final = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+ARCHITECTURES: Final = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+}
+"""The decoders that ModelConfig expresses exactly, by the model type that config.json names."""
+
+# What transformers takes for a value that config.json leaves out.
+_DEFAULT_POSITIONS: Final = {"LlamaForCausalLM": 2048, "MistralForCausalLM": 131072, "Qwen2ForCausalLM": 32768}
+_MISTRAL_WINDOW: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +61,192 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     architecture: str = "LlamaForCausalLM"
+
+
+def config_from_directory(directory: Path, default_dtype: str = "float32") -> ModelConfig:
+    """The configuration of a Hugging Face checkpoint: config.json, and generation_config.json for the ends.
+
+    `default_dtype` is taken where config.json names none. Raises CorruptCheckpointError for values that can't be, and
+    UnsupportedModelError, by name, for what the decoder doesn't compute exactly.
+    """
+    path = directory / "config.json"
+    values = _Values(read_json(path), str(path))
+    architecture = _architecture(values)
+    _refuse_quantized(values)
+    hidden_size, num_heads = values.count("hidden_size"), values.count("num_attention_heads")
+    config = ModelConfig(
+        vocab_size=values.count("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=values.count("intermediate_size"),
+        num_layers=values.count("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=values.count("num_key_value_heads", num_heads),
+        head_dim=values.count("head_dim", hidden_size // num_heads),
+        max_position_embeddings=values.count("max_position_embeddings", _DEFAULT_POSITIONS[architecture]),
+        rms_norm_eps=values.number("rms_norm_eps", 1e-6),
+        tie_word_embeddings=values.flag("tie_word_embeddings"),
+        qkv_bias=architecture == "Qwen2ForCausalLM" or _llama_flag(values, architecture, "attention_bias"),
+        o_bias=_llama_flag(values, architecture, "attention_bias"),
+        mlp_bias=_llama_flag(values, architecture, "mlp_bias"),
+        hidden_act=str(values.get("hidden_act") or "silu"),
+        rope=_rope(values),
+        dtype=_dtype(values, default_dtype),
+        bos_token_id=values.token_id("bos_token_id"),
+        eos_token_ids=declared_eos_ids(directory),
+        architecture=architecture,
+    )
+    _refuse_window(values, config)
+    return check_config(config, str(path))
+
+
+def declared_eos_ids(directory: Path) -> tuple[int, ...]:
+    """The ends of a generation that the checkpoint declares: generation_config.json before config.json."""
+    for name in ("generation_config.json", "config.json"):
+        ids = read_json_if_there(directory / name).get("eos_token_id")
+        if ids is None:
+            continue
+        listed = ids if isinstance(ids, list) else [ids]
+        if not all(isinstance(token_id, int) and token_id >= 0 for token_id in listed):
+            raise CorruptCheckpointError(f"{directory / name}: eos_token_id is {ids!r}, not token ids; correct it")
+        return tuple(dict.fromkeys(listed))
+    return ()
+
+
+def check_config(config: ModelConfig, origin: str) -> ModelConfig:
+    """The same configuration, once its numbers agree with one another. `origin` names the file in the errors."""
+    if config.num_heads % config.num_kv_heads:
+        raise CorruptCheckpointError(
+            f"{origin}: {config.num_heads} attention heads can't share {config.num_kv_heads} KV heads; fetch it again"
+        )
+    if config.head_dim % 2:
+        raise UnsupportedModelError(
+            f"{origin}: heads of {config.head_dim} can't be rotated in pairs; use another model"
+        )
+    if config.hidden_act not in ("silu", "swish"):
+        raise UnsupportedModelError(f"{origin}: the activation {config.hidden_act!r} isn't computed, only silu is")
+    if config.rope.kind not in ROPE_KINDS:
+        known = ", ".join(ROPE_KINDS)
+        raise UnsupportedModelError(f"{origin}: RoPE scaling of kind {config.rope.kind!r} isn't computed: {known} are")
+    return config
+
+
+class _Values:
+    """The entries of config.json, each checked as it is read."""
+
+    def __init__(self, values: Mapping[str, Any], origin: str) -> None:
+        self._values = values
+        self.origin = origin
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def get(self, name: str) -> Any:
+        return self._values.get(name)
+
+    def fail(self, name: str, wanted: str) -> NoReturn:
+        found = f"is {self.get(name)!r}" if name in self._values else "is missing"
+        raise CorruptCheckpointError(f"{self.origin}: {name} {found}: it must be {wanted}")
+
+    def count(self, name: str, default: int | None = None) -> int:
+        value = default if self.get(name) is None else self.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
+            self.fail(name, "a whole number from 1")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = default if self.get(name) is None else self.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+            self.fail(name, "a number above 0")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self.get(name) or False
+        if not isinstance(value, bool):
+            self.fail(name, "true or false")
+        return value
+
+    def token_id(self, name: str) -> int | None:
+        value = self.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            self.fail(name, "a token id")
+        return value
+
+
+def _architecture(values: _Values) -> str:
+    named = values.get("architectures")
+    name = named[0] if isinstance(named, list) and named else ARCHITECTURES.get(str(values.get("model_type")))
+    if name not in ARCHITECTURES.values():
+        found = name or f"model_type {values.get('model_type')!r}"
+        known = ", ".join(ARCHITECTURES.values())
+        raise UnsupportedModelError(f"{values.origin}: {found} isn't supported: use a checkpoint of {known}")
+    return str(name)
+
+
+def _llama_flag(values: _Values, architecture: str, name: str) -> bool:
+    """A bias that only Llama's configuration can switch on; the others' classes don't look at it."""
+    return architecture == "LlamaForCausalLM" and values.flag(name)
+
+
+def _refuse_quantized(values: _Values) -> None:
+    quantization = values.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise UnsupportedModelError(
+            f"{values.origin}: weights quantised by {method!r} aren't read: use the original checkpoint or a GGUF file"
+        )
+
+
+def _refuse_window(values: _Values, config: ModelConfig) -> None:
+    """Sliding windows aren't computed; one that no context outgrows is none."""
+    window = values.get("sliding_window")
+    if config.architecture == "MistralForCausalLM":
+        window = window if "sliding_window" in values else _MISTRAL_WINDOW
+    elif config.architecture == "LlamaForCausalLM" or not values.flag("use_sliding_window"):
+        window = None
+    kinds = values.get("layer_types") or []
+    others = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
+    if others:
+        raise UnsupportedModelError(f"{values.origin}: layers of type {others[0]!r} aren't computed: use another model")
+    if "sliding_attention" in kinds and window is None:
+        window = values.count("sliding_window")
+    if window is not None and window < config.max_position_embeddings:
+        raise UnsupportedModelError(
+            f"{values.origin}: attention over a sliding window of {window} isn't computed: use a model without one, "
+            f"or lower max_position_embeddings to {window} in config.json"
+        )
+
+
+def _rope(values: _Values) -> RopeConfig:
+    """Both spellings: rope_theta with rope_scaling, and rope_parameters, which holds everything."""
+    named = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if isinstance(named, dict) and set(named) == {"full_attention"}:
+        named = named["full_attention"]
+    if not isinstance(named, dict):
+        values.fail("rope_parameters" if values.get("rope_parameters") else "rope_scaling", "an object")
+    if any(isinstance(value, dict) for value in named.values()):
+        raise UnsupportedModelError(f"{values.origin}: RoPE that differs between layers isn't computed")
+    inner = _Values({"rope_theta": values.get("rope_theta")} | named, values.origin)
+    kind = str(named.get("rope_type") or named.get("type") or "default")
+    params = {
+        name: value
+        for name, value in named.items()
+        if name not in ("rope_type", "type", "rope_theta", "partial_rotary_factor") and value is not None
+    }
+    trained = values.get("original_max_position_embeddings")
+    if kind != "default" and trained is not None:
+        params.setdefault("original_max_position_embeddings", trained)
+    partial = named.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
+    return RopeConfig(
+        theta=inner.number("rope_theta", 10000.0),
+        kind="longrope" if kind == "su" else kind,
+        params={} if kind == "default" else params,
+        partial_rotary_factor=float(partial),
+    )
+
+
+def _dtype(values: _Values, default: str) -> str:
+    named = values.get("dtype") or values.get("torch_dtype") or default
+    name = str(named).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UnsupportedModelError(f"{values.origin}: weights of type {name!r} aren't read: {', '.join(DTYPES)} are")
+    return name

@@ -8,6 +8,7 @@ from typing import Any
 
 import tokenizers
 
+from model.config import declared_eos_ids
 from model.errors import CorruptCheckpointError, UnsupportedModelError
 from model.json_files import read_json, read_json_if_there
 
@@ -60,19 +61,6 @@ def parts_from_directory(directory: Path) -> TokenizerParts:
         chat_template=_chat_template(directory, config),
         template_tokens=texts,
     )
-
-
-def declared_eos_ids(directory: Path) -> tuple[int, ...]:
-    """The ends of a generation that the checkpoint declares: generation_config.json before config.json."""
-    for name in ("generation_config.json", "config.json"):
-        ids = read_json_if_there(directory / name).get("eos_token_id")
-        if ids is None:
-            continue
-        listed = ids if isinstance(ids, list) else [ids]
-        if not all(isinstance(token_id, int) and token_id >= 0 for token_id in listed):
-            raise CorruptCheckpointError(f"{directory / name}: eos_token_id is {ids!r}, not token ids; correct it")
-        return tuple(dict.fromkeys(listed))
-    return ()
 
 
 def _eos_ids(directory: Path, backend: tokenizers.Tokenizer, eos: str | None) -> tuple[int, ...]:
