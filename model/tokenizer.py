@@ -1,5 +1,6 @@
 """Text to token ids and back, and the chat template: all from the checkpoint, without torch or transformers."""
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -10,21 +11,27 @@ from typing import Any
 # forks afterwards would be warned about it.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import tokenizers
+
 from model.chat_template import ChatTemplate
 from model.checkpoint_files import CheckpointKind, checkpoint_kind
-from model.errors import ChatTemplateError, TokenizerError
+from model.errors import ChatTemplateError, TokenizerError, UnsupportedModelError
 from model.gguf import GGUFFile
 from model.gguf_tokenizer import parts_from_gguf
 from model.tokenizer_parts import TokenizerParts, parts_from_directory
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint. Read-only after construction, so threads may share it."""
+    """The tokenizer of a checkpoint. Read-only after construction, so threads may share it.
+
+    is_byte_level: the letters of its tokens stand for bytes, as in GPT-2.
+    """
 
     def __init__(self, parts: TokenizerParts) -> None:
         self.bos_token_id = parts.bos_token_id
         self.eos_token_ids = parts.eos_token_ids
         self.backend = parts.backend
+        self.is_byte_level = _is_byte_level(parts.backend)
         self._parts = parts
         self._special_ids = frozenset(
             token_id for token_id, token in parts.backend.get_added_tokens_decoder().items() if token.special
@@ -74,6 +81,10 @@ class Tokenizer:
         except (OverflowError, TypeError) as error:
             raise TokenizerError("token ids are whole numbers from 0: these aren't") from error
 
+    def piece(self, token_id: int) -> str | None:
+        """How the vocabulary writes an id; None for one that it doesn't know."""
+        return self.backend.id_to_token(token_id)
+
     def is_special(self, token_id: int) -> bool:
         """Whether decoding leaves this id out."""
         return token_id in self._special_ids
@@ -108,3 +119,16 @@ class Tokenizer:
         if self._parts.chat_template is None:
             raise ChatTemplateError("this checkpoint has no chat template: send a prompt instead of messages")
         return ChatTemplate(self._parts.chat_template, self._parts.template_tokens)
+
+
+def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+    if backend.decoder is None:
+        return False
+    decoder = json.loads(backend.decoder.__getstate__())
+    kinds = {step["type"] for step in decoder.get("decoders", [decoder])}
+    if "ByteLevel" in kinds and kinds - {"ByteLevel", "Fuse"}:
+        raise UnsupportedModelError(
+            f"the tokenizer decodes bytes together with {', '.join(sorted(kinds - {'ByteLevel'}))}: such text can't be "
+            "streamed exactly; use another checkpoint"
+        )
+    return "ByteLevel" in kinds
