@@ -17,7 +17,8 @@ class EngineRequest:
     """One sequence to generate.
 
     `generated_ids` are tokens that an earlier attempt already produced: generation goes on after them.
-    `seed` is used where `sampling.seed` is None. `cache_key` separates prefix-cache entries (tenant and salt).
+    `seed` is used where `sampling.seed` is None. Only requests of one tenant and one cache_salt share cached prefixes.
+    priority: larger is more important.
     """
 
     seq_id: str
@@ -72,12 +73,12 @@ class Engine:
         return self.scheduler.has_work
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a sequence. Raises PromptTooLongError or DuplicateSequenceError; then nothing has changed."""
+        """Queue a sequence. Raises InvalidPromptError, PromptTooLongError or DuplicateSequenceError."""
         self.scheduler.add(
             Sequence(
                 seq_id=request.seq_id,
-                prompt_ids=request.prompt_ids,
-                generated_ids=request.generated_ids,
+                prompt_token_ids=request.prompt_ids,
+                generated_token_ids=request.generated_ids,
                 sampling=request.sampling,
                 seed=request.seed if request.sampling.seed is None else request.sampling.seed,
                 priority=request.priority,

@@ -1,0 +1,178 @@
+"""The same engine offline: prompts in, texts out, in this process, with no Redis.
+
+from worker import LLM, SamplingParams
+
+llm = LLM(model="smollm2")
+for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=16)):
+    print(output.text)
+"""
+
+import itertools
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import platformdirs
+
+from model.tokenizer import Tokenizer
+from scheduler.output import FinishReason, SequenceStats
+from scheduler.sampling_params import SamplingParams
+from worker.demo_model import DEMO_MODEL_NAME, ensure_demo_model
+from worker.engine import EngineRequest
+from worker.engine_builder import ProgressCallback, build_engine
+from worker.engine_config import EngineConfig
+from worker.errors import PagemillError
+from worker.generation import Generation
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What became of one prompt. `error` is set, and the text empty or partial, where `finish_reason` is `error`."""
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stats: SequenceStats | None
+    error: str | None = None
+
+
+class LLM:
+    """An engine and its tokenizer. Not thread-safe.
+
+    model: a folder with config.json and safetensors, a GGUF file, or `smollm2`, which fetches the demo model.
+    cache_dir: where the demo model and converted weights are kept; default: the user's cache folder.
+    options: the fields of EngineConfig (`block_size`, `num_kv_blocks`, `max_num_seqs`, ...).
+
+    Raises StartupError with one line that says what to do.
+    """
+
+    def __init__(
+        self,
+        model: str = DEMO_MODEL_NAME,
+        *,
+        cache_dir: str | Path | None = None,
+        progress: ProgressCallback | None = None,
+        **options: Any,
+    ) -> None:
+        cache = Path(cache_dir) if cache_dir is not None else platformdirs.user_cache_path("pagemill")
+        path = ensure_demo_model(cache, progress) if model == DEMO_MODEL_NAME else Path(model)
+        config = EngineConfig(model_path=str(path), cache_dir=str(cache), **options)
+        self.engine, self.info = build_engine(config, progress=progress)
+        self.tokenizer = Tokenizer.from_checkpoint(path)
+        self._ids = itertools.count()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of weights and KV cache."""
+        del self.engine
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Complete each prompt (text as it stands, or token ids); answers come in the order of the prompts.
+
+        params: one for all prompts, or one for each. Raises ValueError where a prompt is empty, doesn't fit, or the
+        numbers of prompts and params differ; then nothing has been computed.
+        """
+        listed = _as_list(prompts)
+        each = self._params_for(listed, params)
+        encoded = [
+            tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt) for prompt in listed
+        ]
+        runs = [
+            _Run(prompt if isinstance(prompt, str) else None, ids, sampling, self.tokenizer)
+            for prompt, ids, sampling in zip(listed, encoded, each, strict=True)
+        ]
+        return self._run_all(runs)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Completion:
+        """Answer one conversation, rendered by the checkpoint's chat template."""
+        ids = tuple(self.tokenizer.encode_chat(messages))
+        return self._run_all([_Run(None, ids, params or SamplingParams(), self.tokenizer)])[0]
+
+    @staticmethod
+    def _params_for(
+        prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts and {len(params)} params: give one for all, or one for each")
+        return list(params)
+
+    def _run_all(self, runs: list["_Run"]) -> list[Completion]:
+        for run in runs:
+            self._check(run)
+        by_id = {f"{next(self._ids)}": run for run in runs}
+        try:
+            for seq_id, run in by_id.items():
+                self.engine.add(EngineRequest(seq_id, run.prompt_ids, run.generation.sampling, secrets.randbits(63)))
+            while self.engine.has_work:
+                for output in self.engine.step():
+                    if by_id[output.seq_id].generation.absorb(output):
+                        self.engine.abort(output.seq_id)
+        except BaseException:
+            for seq_id in by_id:  # also on Ctrl-C: the next call starts with a clean engine
+                self.engine.abort(seq_id)
+            raise
+        return [run.completion() for run in runs]
+
+    def _check(self, run: "_Run") -> None:
+        if not run.prompt_ids:
+            raise ValueError("a prompt is empty: give at least one token")
+        if bad := [token_id for token_id in run.prompt_ids if not 0 <= token_id < self.info.vocab_size]:
+X
+        room = self.info.max_sequence_tokens - len(run.prompt_ids)
+        if room < (run.generation.sampling.max_tokens or 1):
+            raise ValueError(
+                f"a prompt of {len(run.prompt_ids)} tokens with max_tokens {run.generation.sampling.max_tokens} doesn't fit "
+                f"the {self.info.max_sequence_tokens} tokens of context"
+            )
+
+
+class _Run:
+    """One prompt on its way."""
+
+    def __init__(
+        self, prompt: str | None, prompt_ids: tuple[int, ...], sampling: SamplingParams, tokenizer: Tokenizer
+    ) -> None:
+        self.prompt = prompt
+        self.prompt_ids = prompt_ids
+        self.generation = Generation(sampling, tokenizer)
+
+    def completion(self) -> Completion:
+        """The end result. Raises PagemillError if there is none, which would be a fault of the engine."""
+        generation = self.generation
+        if generation.finish_reason is None:
+            raise PagemillError("the engine ran out of work before this prompt was finished")
+        return Completion(
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_ids,
+            text=generation.take_text() + generation.take_tail(),
+            token_ids=tuple(generation.ids),
+            finish_reason=generation.finish_reason,
+            stats=generation.stats,
+            error=generation.error,
+        )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: a text is one, and so is a sequence of ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]  # the check above says that it is one prompt of ids
+    return list(prompts)  # type: ignore[arg-type]
