@@ -93,14 +93,16 @@ class WeightReader:
         self._device = device
 
     def take(self, name: str) -> torch.Tensor:
-        """The tensor, converted and contiguous, on the device."""
-        weights = self._weights
-        tensor = weights.pop(name) if isinstance(weights, MutableMapping) else weights[name]
-        return tensor.to(device=self._device, dtype=self._dtype).contiguous()
+        """The tensor in memory of its own (a source may be a view of a mapped file), converted, on the device."""
+        return self._pop(name).to(device=self._device, dtype=self._dtype, copy=True).contiguous()
 
     def take_fused(self, names: list[str]) -> torch.Tensor:
-        """The tensors stacked along their first axis; each source is dropped once it is copied."""
-        return torch.cat([self.take(name) for name in names])
+        """The tensors stacked along their first axis, as `take` gives them."""
+        return torch.cat([self._pop(name).to(device=self._device, dtype=self._dtype) for name in names])
+
+    def _pop(self, name: str) -> torch.Tensor:
+        weights = self._weights
+        return weights.pop(name) if isinstance(weights, MutableMapping) else weights[name]
 
 
 def random_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
