@@ -120,8 +120,8 @@ def test_a_part_of_each_head_can_be_rotated() -> None:
     weights = weights_of(oracle)
     for layer in range(2):
         prefix = f"model.layers.{layer}"
-        query, key, value = weights.pop(f"{prefix}.self_attn.qkv_proj.weight").split([96, 32, 32])
-        gate, up = weights.pop(f"{prefix}.mlp.gate_up_proj.weight").split([72, 72])
+        query, key, value = torch.split(weights.pop(f"{prefix}.self_attn.qkv_proj.weight"), [96, 32, 32])
+        gate, up = weights.pop(f"{prefix}.mlp.gate_up_proj.weight").chunk(2)
         parts = {"self_attn.q": query, "self_attn.k": key, "self_attn.v": value, "mlp.gate": gate, "mlp.up": up}
         weights.update({f"{prefix}.{name}_proj.weight": tensor for name, tensor in parts.items()})
     config = config_with(rope, hidden_size=96, intermediate_size=72, max_position_embeddings=256)
