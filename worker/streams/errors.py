@@ -1,0 +1,34 @@
+"""Named errors of the Redis edge; the driver's own don't leave `connection.py`."""
+
+from worker.errors import PagemillError
+
+
+class StreamsError(PagemillError):
+    """Root of what talking to Redis raises."""
+
+
+class ConnectionLostError(StreamsError):
+    """No connection, or it was lost: whether the command was carried out is not known."""
+
+
+class ServerError(StreamsError):
+    """The server answered with an error. `code` is its first word: NOGROUP, OOM, WRONGTYPE, ..."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.code = message.split(" ", 1)[0]
+
+    @property
+    def is_passing(self) -> bool:
+        """The server can't write now but may later: full, loading, without replicas."""
+        return self.code in {"OOM", "LOADING", "BUSY", "TRYAGAIN", "CLUSTERDOWN", "NOREPLICAS", "MISCONF"}
+
+    @property
+    def is_wrong_server(self) -> bool:
+        """This server is a primary no longer: connect anew."""
+        return self.code in {"READONLY", "MASTERDOWN", "UNBLOCKED"}
+
+    @property
+    def is_id_refused(self) -> bool:
+        """XADD's id is not larger than the stream's last."""
+        return "equal or smaller" in str(self)

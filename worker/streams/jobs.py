@@ -1,0 +1,229 @@
+"""Taking work: new entries by weighted lanes, entries of dead peers, entries whose delivery was lost."""
+
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from worker.streams.connection import BLOCK_MS, Link
+from worker.streams.errors import ServerError
+from worker.streams.keys import GROUP, LANES, QueueKeys
+from worker.streams.lanes import LaneOrder
+from worker.streams.leases import Entry, Leases
+
+log = structlog.get_logger(__name__)
+
+# A burst spreads over the workers only if none of them takes it in one bite.
+MAX_ENTRIES_PER_READ = 8
+RECONCILE_EVERY_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """How work is taken. `scan_ms` is the longest time between two looks for entries of dead peers."""
+
+    lease_ms: int = 30_000
+    scan_ms: int = 5_000
+    block_ms: int = BLOCK_MS
+
+
+@dataclass(slots=True)
+class SourceStats:
+    """Counters for metrics; they only grow."""
+
+    num_read: int = 0
+    num_reclaimed: int = 0
+    num_reconciled: int = 0
+    num_lost_trimmed: int = 0
+
+
+@dataclass(slots=True)
+class _Timers:
+    """When to do what next, in seconds of the monotonic clock."""
+
+    next_scan: float = 0.0
+    quiet_until: float = 0.0
+    next_reconcile: float = 0.0
+    cursors: dict[str, str] = field(default_factory=lambda: dict.fromkeys(LANES, "0-0"))
+
+
+class JobSource:
+    """Takes entries for one consumer over one link of its own, since it blocks.
+
+    Every entry is under the care of `leases` before it is returned. One task at a time may call the methods.
+    All raise ConnectionLostError or ServerError; call again after a back-off of less than a sixth of a lease.
+    """
+
+    def __init__(self, link: Link, keys: QueueKeys, consumer: str, leases: Leases, options: SourceOptions) -> None:
+        self._link = link
+        self._keys = keys
+        self._consumer = consumer
+        self._leases = leases
+        self._options = options
+        self._timers = _Timers(next_reconcile=time.monotonic() + RECONCILE_EVERY_S)
+        self._generation = 0
+        self.lanes = LaneOrder()
+        self.stats = SourceStats()
+
+    async def ensure_groups(self) -> None:
+        """Makes the consumer group of each lane where it is missing. It starts at 0: settled entries are gone."""
+        commands = [("XGROUP", "CREATE", key, GROUP, "0", "MKSTREAM") for key in self._keys.lanes]
+        for answer in await self._link.batch(commands):
+            if isinstance(answer, ServerError) and answer.code != "BUSYGROUP":
+                raise answer
+
+    def hint_reclaim(self) -> None:
+        """A peer handed something over: look at once (but for the quiet time after a connect)."""
+        self._timers.next_scan = 0.0
+
+    async def take(self, room: int) -> list[Entry]:
+        """Entries for a worker with `room` (at least 1) free places; waits up to `block_ms` if there are none.
+
+        What dead peers held goes first. At most 8 come at a time; after a wait one per lane may come, which can be
+        more than `room`: those wait in the caller's buffer.
+        """
+        entries = await self._overdue(room)
+        if entries:
+            return entries
+        try:
+            return await self._read_lanes(room) or await self._read_blocking()
+        except ServerError as error:
+            if error.code != "NOGROUP":
+                raise
+            log.warning("consumer_group_missing", queue=self._keys.queue)
+            await self.ensure_groups()
+            return []
+
+    async def reclaim(self, room: int) -> list[Entry]:
+        """Up to `room` (and 8) entries whose lease ran out. The scan goes on where it stopped, lane by lane."""
+        entries: list[Entry] = []
+        room = min(room, MAX_ENTRIES_PER_READ)
+        for lane in LANES:
+            while len(entries) < room:
+                cursor, found = await self._auto_claim(lane, self._timers.cursors[lane], room - len(entries))
+                self._timers.cursors[lane] = cursor
+                entries += found
+                if cursor == "0-0":
+                    break
+        is_through = len(entries) < room
+        wait_s = self._options.scan_ms / 1000 * random.uniform(0.5, 1.0) if is_through else 0.0
+        self._timers.next_scan = time.monotonic() + wait_s
+        self.stats.num_reclaimed += len(entries)
+        return entries
+
+    async def reconcile(self, min_idle_ms: int | None = None) -> list[Entry]:
+        """Entries pending under our name that we don't hold: the answer to their delivery was lost.
+
+        Only those idle for a third of a lease, since an answer may still be on its way.
+        """
+        if min_idle_ms is None:
+            min_idle_ms = self._options.lease_ms // 3
+        entries: list[Entry] = []
+        for lane in LANES:
+            for entry_id, idle_ms, deliveries in await self._pending(lane):
+                if idle_ms >= min_idle_ms and not self._leases.is_held((lane, entry_id)):
+                    entries += await self._fetch(lane, entry_id, deliveries)
+        self._timers.next_reconcile = time.monotonic() + RECONCILE_EVERY_S
+        self.stats.num_reconciled += len(entries)
+        return entries
+
+    async def _overdue(self, room: int) -> list[Entry]:
+        """The scans whose time has come."""
+        now = time.monotonic()
+        if not self._link.is_up or self._link.generation != self._generation:
+            # After an outage every entry looks dead: the living need time to renew before anybody reclaims.
+            await self.ensure_groups()
+            self._generation = self._link.generation
+            self._timers.quiet_until = now + self._options.lease_ms / 3000
+            return []
+        entries: list[Entry] = []
+        if now >= max(self._timers.next_scan, self._timers.quiet_until):
+            entries = await self.reclaim(room)
+        if not entries and now >= self._timers.next_reconcile:
+            entries = await self.reconcile()
+        return entries
+
+    async def _read_lanes(self, room: int) -> list[Entry]:
+        """The quick read, which doesn't wait: the first lane in weighted order that has something."""
+        empty: list[str] = []
+        count = min(room, MAX_ENTRIES_PER_READ)
+        for lane in self.lanes.order():
+            answer = await self._link.call(*self._read_group("COUNT", count, "STREAMS", self._keys.jobs(lane), ">"))
+            entries = self._entries_of(answer)
+            if entries:
+                self.lanes.charge(lane, len(entries), empty)
+                return entries
+            empty.append(lane)
+        return []
+
+    async def _read_blocking(self) -> list[Entry]:
+        """COUNT is per stream, so this asks for 1 and may bring one entry per lane."""
+        command = self._read_group("COUNT", 1, "BLOCK", self._options.block_ms, "STREAMS", *self._keys.lanes)
+        entries = self._entries_of(await self._link.call(*command, *(">" for _ in LANES)))
+        for entry in entries:
+            self.lanes.charge(entry.lane, 1)
+        return entries
+
+    def _read_group(self, *rest: str | int) -> tuple[str | int, ...]:
+        return ("XREADGROUP", "GROUP", GROUP, self._consumer, *rest)
+
+    def _entries_of(self, answer: Any) -> list[Entry]:
+        lanes = {self._keys.jobs(lane).encode(): lane for lane in LANES}
+        entries = [
+            entry_of(lanes[key], entry_id.decode(), flat)
+            for key, delivered in answer or []
+            for entry_id, flat in delivered
+        ]
+        self.stats.num_read += len(entries)
+        return [entry for entry in entries if self._leases.hold(entry)]
+
+    async def _auto_claim(self, lane: str, cursor: str, count: int) -> tuple[str, list[Entry]]:
+        """One XAUTOCLAIM: the next cursor, and what was claimed with its delivery counts."""
+        key = self._keys.jobs(lane)
+        claim = ("XAUTOCLAIM", key, GROUP, self._consumer, self._options.lease_ms, cursor, "COUNT", count)
+        answer = await self._link.call(*claim)
+        next_cursor, claimed = answer[0].decode(), answer[1]
+        if len(answer) > 2 and answer[2]:  # since 7.0: entries that were trimmed
+            self._count_trimmed(lane, len(answer[2]))
+        if not claimed:
+            return next_cursor, []
+        bodies = {item[0].decode(): item[1] for item in claimed if item is not None and item[1] is not None}
+        entries: list[Entry] = []
+        for entry_id, _, deliveries in await self._pending(lane):
+            if entry_id in bodies:
+                entry = entry_of(lane, entry_id, bodies[entry_id], deliveries)
+                entries += [entry] if self._leases.hold(entry) else []
+            elif len(bodies) < len(claimed) and not self._leases.is_held((lane, entry_id)):
+                entries += await self._fetch(lane, entry_id, deliveries)  # 6.2: nil stands for a trimmed entry
+        return next_cursor, entries
+
+    async def _pending(self, lane: str) -> list[tuple[str, int, int]]:
+        """Entry id, idle ms and delivery count of all that is pending under our name."""
+        answer = await self._link.call("XPENDING", self._keys.jobs(lane), GROUP, "-", "+", 1_000_000, self._consumer)
+        return [(entry_id.decode(), int(idle), int(count)) for entry_id, _, idle, count in answer]
+
+    async def _fetch(self, lane: str, entry_id: str, deliveries: int) -> list[Entry]:
+        """The entry that is pending under our name, if it still exists; else it is acknowledged and counted."""
+        key = self._keys.jobs(lane)
+        found = await self._link.call("XRANGE", key, entry_id, entry_id, "COUNT", 1)
+        if not found:
+            await self._link.call("XACK", key, GROUP, entry_id)
+            self._count_trimmed(lane, 1)
+            return []
+        entry = entry_of(lane, entry_id, found[0][1], deliveries)
+        return [entry] if self._leases.hold(entry) else []
+
+    def _count_trimmed(self, lane: str, num_entries: int) -> None:
+        self.stats.num_lost_trimmed += num_entries
+        log.error("jobs_lost_trimmed", queue=self._keys.queue, lane=lane, num_entries=num_entries)
+
+
+def entry_of(lane: str, entry_id: str, flat: list[bytes], deliveries: int = 1) -> Entry:
+    """The entry whose fields came as name, value, name, value, ..."""
+    names = flat[::2]
+    fields = dict(zip(names, flat[1::2], strict=False))
+    repeated = [name for name, count in Counter(names).items() if count > 1] if len(fields) < len(names) else []
+    return Entry(lane, entry_id, fields, deliveries, tuple(repeated))

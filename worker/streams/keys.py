@@ -1,0 +1,107 @@
+"""All key names of one queue. `{Q}` is a Cluster hash tag, so the keys of a queue share a slot."""
+
+import re
+from dataclasses import dataclass
+
+from worker.errors import StartupError
+
+LANES = ("high", "normal", "low")
+GROUP = "workers"
+# The consumer that handed-over entries wait under; never deleted, since deleting a consumer destroys what it holds.
+HANDOVER = "handover"
+# The sequence number of a reply's terminal event: the largest there is, so Redis refuses anything after it.
+TERMINAL_SEQ = 18446744073709551615
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# Words that XREADGROUP, XCLAIM and XAUTOCLAIM know: a consumer of such a name has confused servers and proxies.
+_RESERVED = frozenset(
+    [
+        "streams",
+        "group",
+        "count",
+        "block",
+        "noack",
+        "justid",
+        "force",
+        "idle",
+        "time",
+        "retrycount",
+        "lastid",
+        "claim",
+        "acked",
+        "keepref",
+        "delref",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueKeys:
+    """Key names of the queue `queue`. Raises StartupError where that name can't be part of a key."""
+
+    queue: str
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.queue):
+            raise StartupError(f"queue name {self.queue[:80]!r} can't be used: use 1 to 64 of A-Z a-z 0-9 _ . -")
+
+    def _key(self, rest: str) -> str:
+        return f"pagemill:{{{self.queue}}}:{rest}"
+
+    def jobs(self, lane: str) -> str:
+        """Stream of one lane."""
+        return self._key(f"jobs:{lane}")
+
+    @property
+    def lanes(self) -> list[str]:
+        """Streams of all lanes, in the order of LANES."""
+        return [self.jobs(lane) for lane in LANES]
+
+    def reply(self, job_id: str) -> str:
+        """Stream of one job's events."""
+        return self._key(f"reply:{job_id}")
+
+    def cancel(self, job_id: str) -> str:
+        """Cancel mark: a string, its value the reason."""
+        return self._key(f"cancel:{job_id}")
+
+    def prompt(self, name: str) -> str:
+        """A large prompt, named by a job's `prompt_ref`."""
+        return self._key(f"prompt:{name}")
+
+    def state(self, job_id: str) -> str:
+        """Hash of one job's record."""
+        return self._key(f"state:{job_id}")
+
+    @property
+    def control(self) -> str:
+        """Stream of wake-ups."""
+        return self._key("control")
+
+    @property
+    def dead(self) -> str:
+        """Stream of dead letters."""
+        return self._key("dead")
+
+    @property
+    def workers(self) -> str:
+        """Sorted set of worker ids, scored with the server's time of the last beat."""
+        return self._key("workers")
+
+    def worker(self, worker_id: str) -> str:
+        """Hash of one worker's last beat."""
+        return self._key(f"worker:{worker_id}")
+
+    @property
+    def config(self) -> str:
+        """Hash that operators write."""
+        return self._key("config")
+
+
+def check_worker_id(worker_id: str) -> str:
+    """`worker_id` if it can be a consumer's name, else StartupError."""
+    if not _NAME.fullmatch(worker_id) or worker_id.lower() in _RESERVED | {HANDOVER}:
+        raise StartupError(
+            f"worker id {worker_id[:80]!r} can't be used: 1 to 64 of A-Z a-z 0-9 _ . -, no Redis keyword"
+        )
+    return worker_id

@@ -1,0 +1,39 @@
+-- Settles a job whose reply has its terminal event (or whose client is gone).
+--
+-- KEYS  1 lane  2 cancel mark  3 state  4 reply  5 prompt (left out: there is none, or a dead letter names it)
+-- ARGV  1 group  2 consumer  3 entry id  4 lane  5 outcome ('': keep the record's)  6 result_ttl ms  7.. more record fields
+-- Answers 'done', 'other' (another's: nothing was done) or 'gone' (settled before, or no longer pending to anybody)
+local group, consumer, entry_id, result_ttl = ARGV[1], ARGV[2], ARGV[3], ARGV[6]
+local pending = redis.pcall('XPENDING', KEYS[1], group, entry_id, entry_id, 1)
+if pending.err then
+  if not string.find(pending.err, 'NOGROUP', 1, true) then return pending end
+  pending = {}
+end
+if #pending > 0 and pending[1][2] ~= consumer then return 'other' end
+
+local record = redis.call('HMGET', KEYS[3], 'entry', 'worker', 'status')
+local is_ours = record[1] == ARGV[4] .. '/' .. entry_id
+local answer = 'done'
+if #pending > 0 then
+  -- A full server still allows XACK, and after a script's first write it allows the rest.
+  redis.call('XACK', KEYS[1], group, entry_id)
+  redis.call('XDEL', KEYS[1], entry_id)
+  redis.call('DEL', KEYS[2])
+  if KEYS[5] then redis.call('DEL', KEYS[5]) end
+else
+  -- Not pending, but the record says that it runs here: the entry was deleted or trimmed under us.
+  if not (is_ours and record[2] == consumer and record[3] == 'running') then return 'gone' end
+  answer = 'gone'
+end
+redis.call('PEXPIRE', KEYS[4], result_ttl)
+if is_ours then
+  redis.call('PEXPIRE', KEYS[3], result_ttl)
+  local fields = {'HSET', KEYS[3]}
+  if ARGV[5] ~= '' then
+    fields[#fields + 1] = 'status'
+    fields[#fields + 1] = ARGV[5]
+  end
+  for i = 7, #ARGV do fields[#fields + 1] = ARGV[i] end
+  if #fields > 2 then redis.call(unpack(fields)) end
+end
+return answer
