@@ -1,11 +1,13 @@
 """Computes the scheduler's steps: rows, block copies, one forward pass, one draw for each sampled chunk."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from kernels.compiled import warmup
 from model.decoder import Decoder
 from model.input_batch import InputBatch, IntArray, StepInputs
 from model.kv_cache import KVCache
@@ -16,6 +18,8 @@ from scheduler.output import Chunk, ModelRunnerOutput, NewRow, SchedulerOutput
 from scheduler.sampling_params import SamplingParams
 
 NO_FINITE_LOGIT = "the model gave no finite logit to choose a token from: the weights or the prompt overflow its dtype"
+
+COMPILE_STAGE = "compiling kernels"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +91,20 @@ class ModelRunner:
         drawn: IntArray = ids.cpu().numpy()
         return drawn
 
-    def warm_up(self) -> None:
-        """Run a prompt and a decode of two sequences, greedy and not, so that the first request meets compiled kernels.
+    def warm_up(self, progress: Callable[[str, int, int], None] | None = None) -> None:
+        """Compile the kernels, then run a prompt and a decode, greedy and not, so that the first request is not slow.
 
-        Call it while no sequence has a row: it computes in the cache's first block.
+        Call it while no sequence has a row: it computes in the cache's first block. progress(stage, done, total) is
+        called while kernels are compiled, which takes long only once on a machine.
         """
+        config = self._decoder.config
+        warmup(
+            self._decoder.dtype,
+            config.head_dim,
+            config.num_heads,
+            config.num_kv_heads,
+            None if progress is None else lambda done, total, _: progress(COMPILE_STAGE, done, total),
+        )
         prompt_len = min(self._kv_cache.block_size - 1, self._batch.max_model_len - 1)
         rows = [
             NewRow(
