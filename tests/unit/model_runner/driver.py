@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -76,11 +76,9 @@ class Driver:
         )
         # What no sequence has written is poison: a read past a context's end shows as NaN.
         self.kv_cache.blocks.fill_(torch.nan)
-        self.runner = ModelRunner(
-            self.decoder,
-            self.kv_cache,
-            runner or RunnerConfig(max_num_seqs=16, max_model_len=self.decoder.max_positions),
-        )
+        runner = runner or RunnerConfig(max_num_seqs=16, max_model_len=self.decoder.max_positions)
+        # One thread: on tensors this small a second one only waits, and much longer where tests run side by side.
+        self.runner = ModelRunner(self.decoder, self.kv_cache, replace(runner, num_threads=1))
         self.block_size = block_size
         self.free_blocks = list(block_ids if block_ids is not None else range(num_blocks))
         self.sequences: dict[str, DrivenSequence] = {}

@@ -26,7 +26,7 @@ def served(sequences: list[Sequence], num_blocks: int, rng: random.Random) -> tu
     """Tokens of each sequence, which arrive at any step of one engine."""
     decoder = Decoder(CONFIG, dict(WEIGHTS))
     kv_cache = KVCache(CONFIG, num_blocks=num_blocks, block_size=8, dtype=torch.float32, device=torch.device("cpu"))
-    runner = ModelRunner(decoder, kv_cache, RunnerConfig(max_num_seqs=6, max_model_len=128))
+    runner = ModelRunner(decoder, kv_cache, RunnerConfig(max_num_seqs=6, max_model_len=128, num_threads=1))
     kv_cache.blocks.fill_(torch.nan)
     scheduler = Scheduler(
         SchedulerConfig(max_model_len=128, max_num_seqs=6, max_num_batched_tokens=32), CacheConfig(num_blocks, 8)
