@@ -5,8 +5,6 @@ from pathlib import Path
 
 import torch
 
-from kernels.dispatch import has_compiled
-
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
@@ -25,15 +23,11 @@ def num_physical_cores() -> int:
 
 
 def set_num_threads(num_threads: int | None) -> int:
-    """Set the threads of torch and of the numba kernels for this process, and return their number.
+    """Set the threads of torch, on which the compiled kernels run too, for this process; returns their number.
 
     None: one a physical core, or fewer where torch was told so (OMP_NUM_THREADS).
     """
     if num_threads is None:
         num_threads = min(torch.get_num_threads(), num_physical_cores())
     torch.set_num_threads(num_threads)
-    if has_compiled():
-        import numba
-
-        numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
     return num_threads
