@@ -84,7 +84,7 @@ def pack_command(command: Command) -> bytes:
     match command:
         case Add(request):
             values = [getattr(request, field.name) for field in fields(request)]
-            values[_SAMPLING_INDEX] = astuple(request.sampling)
+            values = [astuple(value) if isinstance(value, SamplingParams) else value for value in values]
             return _pack(["add", values])
         case Abort(seq_id):
             return _pack(["abort", seq_id])
@@ -95,11 +95,9 @@ def pack_command(command: Command) -> bytes:
 def unpack_command(message: SequenceABC[Any]) -> Command:
     """The command that `pack_command` packed."""
     if message[0] == "add":
-        values = _tuples(message[1])
-        sampling = SamplingParams(
-            **dict(zip((field.name for field in fields(SamplingParams)), values[_SAMPLING_INDEX], strict=True))
-        )
-        return Add(EngineRequest(*values[:_SAMPLING_INDEX], sampling, *values[_SAMPLING_INDEX + 1 :]))
+        values = _by_name(EngineRequest, message[1])
+        values["sampling"] = SamplingParams(**_by_name(SamplingParams, values["sampling"]))
+        return Add(EngineRequest(**values))
     if message[0] == "abort":
         return Abort(message[1])
     return Close()
@@ -159,9 +157,7 @@ def _pack(message: list[Any]) -> bytes:
     return packed
 
 
-def _tuples(value: Any) -> Any:
-    """Lists, as msgpack gives them, back to tuples, nested ones too."""
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
-
-
-_SAMPLING_INDEX = next(i for i, field in enumerate(fields(EngineRequest)) if field.name == "sampling")
+def _by_name(kind: type[Any], values: SequenceABC[Any]) -> dict[str, Any]:
+    """Field names to values, lists (as msgpack gives them) back to tuples."""
+    names = (field.name for field in fields(kind))
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in zip(names, values, strict=True)}

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 import msgpack
@@ -46,7 +47,7 @@ READ_BYTES = 1 << 16
 class EngineLoop:
     """Runs an engine on commands from a queue, in whatever thread calls `run`; shared by both engine modes."""
 
-    def __init__(self, engine: Engine, commands: "SimpleQueue[Command]", emit: "EmitFunction") -> None:
+    def __init__(self, engine: Engine, commands: "SimpleQueue[Command]", emit: Callable[[Event], None]) -> None:
         self._engine = engine
         self._commands = commands
         self._emit = emit
@@ -84,16 +85,6 @@ class EngineLoop:
         return None
 
 
-class EmitFunction:
-    """Sends events over a socket, whole ones, from one thread."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-
-    def __call__(self, event: Event) -> None:
-        self._connection.sendall(pack_event(event))
-
-
 def read_commands(connection: socket.socket, commands: "SimpleQueue[Command]") -> None:
     """Feed the queue from the socket; the end of the stream is the end of this process."""
     unpacker = msgpack.Unpacker()
@@ -107,7 +98,10 @@ def read_commands(connection: socket.socket, commands: "SimpleQueue[Command]") -
 
 def serve(connection: socket.socket, config: EngineConfig) -> int:
     """Build the engine and run it; answers the exit code."""
-    emit = EmitFunction(connection)
+
+    def emit(event: Event) -> None:
+        connection.sendall(pack_event(event))
+
     commands: SimpleQueue[Command] = SimpleQueue()
     threading.Thread(target=read_commands, args=(connection, commands), name="commands", daemon=True).start()
     try:
@@ -131,7 +125,7 @@ class ProgressEvents:
 
     MIN_INTERVAL_S = 0.05
 
-    def __init__(self, emit: EmitFunction) -> None:
+    def __init__(self, emit: Callable[[Event], None]) -> None:
         self._emit = emit
         self._last = ("", 0.0)
 

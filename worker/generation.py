@@ -36,8 +36,8 @@ class Generation:
             return False
         self.stats = output.stats
         self.error = output.error
-        self._extend(output.new_token_ids, output.finish_reason)
-        return self.is_finished and output.finish_reason is None
+        is_stopped_by_text = self._extend(output.new_token_ids, output.finish_reason)
+        return is_stopped_by_text and output.finish_reason is None
 
     def replay(self, ids: Sequence[int], eos_token_ids: frozenset[int], max_tokens: int) -> None:
         """Take in the ids that an earlier attempt stored, judging anew whether they already end the reply.
@@ -58,7 +58,8 @@ class Generation:
             return FinishReason.STOP
         return FinishReason.LENGTH if count >= max_tokens else None
 
-    def _extend(self, ids: Sequence[int], reason: FinishReason | None) -> None:
+    def _extend(self, ids: Sequence[int], reason: FinishReason | None) -> bool:
+        """Take in ids, the last of which ends the sequence if there is a reason. True if a stop string ended it."""
         shown = ids
         if reason is FinishReason.STOP and not self.sampling.include_stop:
             shown = ids[:-1]  # a stop token is reported by its id, and is no part of the text
@@ -67,11 +68,12 @@ class Generation:
         if delta.finished_by_stop:
             self.ids.extend(shown[: delta.num_tokens_kept])
             self.finish_reason = FinishReason.STOP
-            return
+            return True
         self.ids.extend(ids)
         self.finish_reason = reason
         if reason is not None:
             self._tail = self._stream.finish()
+        return False
 
     def take_text(self) -> str:
         """The text that became ready since the last call; it never ends inside a character or a stop string."""

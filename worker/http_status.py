@@ -48,7 +48,7 @@ class StatusServer:
         self._metrics = make_wsgi_app(registry)
         self._checks = {"/healthz": is_alive, "/readyz": is_ready}
         try:
-            self._server = _Server.bound_to(host, port)
+            self._server = _Server(host, port)
         except (OSError, OverflowError) as error:
             raise StartupError(
                 f"can't listen on {host}:{port} for metrics ({_reason(error)}): "
@@ -82,11 +82,10 @@ class StatusServer:
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
-    @classmethod
-    def bound_to(cls, host: str, port: int) -> "_Server":
-        """A listening server, over IPv6 where `host` is such an address."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return type("_Server", (cls,), {"address_family": family})((host, port), _Handler)
+    def __init__(self, host: str, port: int) -> None:
+        """Bind and listen; over IPv6 where `host` is such an address."""
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
         """Bind without asking DNS for the host's own name, which can take seconds and is of no use here."""
@@ -98,7 +97,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = _REQUEST_TIMEOUT_S  # type: ignore[assignment]
+    timeout = _REQUEST_TIMEOUT_S
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing: a probe every few seconds would drown the log."""

@@ -134,12 +134,12 @@ class LLM:
         if not run.prompt_ids:
             raise ValueError("a prompt is empty: give at least one token")
         if bad := [token_id for token_id in run.prompt_ids if not 0 <= token_id < self.info.vocab_size]:
-X
-        room = self.info.max_sequence_tokens - len(run.prompt_ids)
-        if room < (run.generation.sampling.max_tokens or 1):
+            raise ValueError(f"a prompt holds token id {bad[0]}: use ids from 0 to {self.info.vocab_size - 1}")
+        num_prompt, max_tokens = len(run.prompt_ids), run.generation.sampling.max_tokens
+        if num_prompt + (max_tokens or 1) > self.info.max_sequence_tokens:
             raise ValueError(
-                f"a prompt of {len(run.prompt_ids)} tokens with max_tokens {run.generation.sampling.max_tokens} doesn't fit "
-                f"the {self.info.max_sequence_tokens} tokens of context"
+                f"a prompt of {num_prompt} tokens with max_tokens {max_tokens} doesn't fit the "
+                f"{self.info.max_sequence_tokens} tokens of context"
             )
 
 

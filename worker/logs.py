@@ -27,8 +27,9 @@ def configure_logging(
     stream: TextIO | None = None,
 ) -> None:
     """Set logging up for this process; a second call replaces the first. `stream` is stderr where left out."""
-    stream = stream or sys.stderr
-    is_console = log_format == "console" or (log_format == "auto" and stream.isatty())
+    handler = _StderrHandler() if stream is None else logging.StreamHandler(stream)
+    is_terminal = (stream or sys.stderr).isatty()
+    is_console = log_format == "console" or (log_format == "auto" and is_terminal)
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -46,10 +47,8 @@ def configure_logging(
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=False,
     )
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=_renderers(is_console, stream))
-    )
+    renderers = _renderers(is_console, is_terminal)
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=renderers))
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
@@ -82,10 +81,19 @@ def mask_passwords(_logger: Any, _method: str, event: EventDict) -> EventDict:
     return event
 
 
-def _renderers(is_console: bool, stream: TextIO) -> list[Processor]:
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to whatever stderr is at that moment: progress bars put their own in its place while they are shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line."""
+        self.setStream(sys.stderr)
+        super().emit(record)
+
+
+def _renderers(is_console: bool, has_colours: bool) -> list[Processor]:
     """The last part of the chain: exceptions as text, passwords masked, then the line."""
     renderer: Processor = (
-        structlog.dev.ConsoleRenderer(colors=stream.isatty())
+        structlog.dev.ConsoleRenderer(colors=has_colours)
         if is_console
         else structlog.processors.JSONRenderer(ensure_ascii=False)
     )

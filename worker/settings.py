@@ -36,11 +36,6 @@ def served_name(model: str) -> str:
     return name[:64] or "model"
 
 
-def redact_url(url: str) -> str:
-    """`url` without its password and without the query, which may hold one: fit for logs and error messages."""
-    return re.sub(r"://([^:@/]*):.*@", r"://\1:***@", url.partition("?")[0])
-
-
 def _block_size(value: int) -> int:
     if value not in BLOCK_SIZES:
         raise ValueError(f"use one of {', '.join(map(str, BLOCK_SIZES))}")
@@ -215,6 +210,8 @@ def shown_default(name: str) -> str:
         return "on" if field.default else "off"
     if isinstance(field.default, tuple):
         return ":".join(map(str, field.default))
+    if isinstance(field.default, float):
+        return f"{field.default:g}"
     return "none" if field.default is None else str(field.default)
 
 

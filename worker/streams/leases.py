@@ -57,10 +57,12 @@ class Leases:
     to be deleted (which stays held until it is released).
     """
 
-    def __init__(self, scripts: Scripts, lease_ms: int, on_loss: Callable[[Entry, Loss], None]) -> None:
+    def __init__(
+        self, scripts: Scripts, lease_ms: int, on_loss: Callable[[Entry, Loss], None] = lambda entry, loss: None
+    ) -> None:
         self._scripts = scripts
         self._period_s = lease_ms / 6 / 1000
-        self._on_loss = on_loss
+        self.on_loss = on_loss
         self._held: dict[EntryKey, Entry] = {}
         self._deleted: set[EntryKey] = set()
 
@@ -121,4 +123,4 @@ class Leases:
         else:
             self._deleted.add(key)
         log.warning("lease_lost", lane=key[0], entry_id=key[1], reason=loss.value)
-        self._on_loss(entry, loss)
+        self.on_loss(entry, loss)

@@ -1,0 +1,95 @@
+"""Keeps an engine alive: starts it, follows its steps, starts another where it died, and knows when it hangs."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+
+import structlog
+
+from worker.engine import EngineRequest
+from worker.engine_client import EngineClient, EngineDiedError
+from worker.engine_config import EngineInfo
+from worker.engine_messages import StepReport
+from worker.errors import StartupError
+
+log = structlog.get_logger(__name__)
+
+
+class EngineSupervisor:
+    """Owner of the engine client. `on_report` gets every step; `on_restart` is called once a new engine stands."""
+
+    def __init__(
+        self,
+        make_engine: Callable[[], EngineClient],
+        *,
+        on_report: Callable[[StepReport], None],
+        on_restart: Callable[[], None],
+    ) -> None:
+        self._make_engine = make_engine
+        self._on_report = on_report
+        self._on_restart = on_restart
+        self._engine = make_engine()
+        self._last_step_s = time.monotonic()
+        self.is_up = False
+        self.last_report: StepReport | None = None
+
+    async def start(self, stop: asyncio.Event) -> EngineInfo:
+        """Start the engine. Raises StartupError, also if `stop` is set before the engine stands."""
+        starting = asyncio.create_task(self._engine.start())
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                raise StartupError("stopped before the engine stood")
+            info = await starting
+        finally:
+            for task in (starting, stopping):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, StartupError):
+                    await task
+        self._stands()
+        return info
+
+    async def follow(self) -> None:
+        """Pass every report on, until cancelled. Raises StartupError if a dead engine can't be started again."""
+        while True:
+            try:
+                report = await self._engine.next_report()
+            except EngineDiedError as error:
+                await self._restart(error)
+                continue
+            self._last_step_s = time.monotonic()
+            self.last_report = report
+            self._on_report(report)
+
+    async def _restart(self, error: EngineDiedError) -> None:
+        log.error("engine_died", error=str(error))
+        self.is_up = False
+        await self._engine.close()
+        self._engine = self._make_engine()
+        await self._engine.start()
+        self._stands()
+        self._on_restart()
+        log.info("engine_restarted")
+
+    def _stands(self) -> None:
+        self._last_step_s = time.monotonic()
+        self.is_up = True
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a sequence in the engine."""
+        self._engine.add(request)
+
+    def abort(self, seq_id: str) -> None:
+        """Stop a sequence before the next step."""
+        self._engine.abort(seq_id)
+
+    def seconds_since_step(self) -> float:
+        """How long ago the last step ended. Means something only while the engine has work."""
+        return time.monotonic() - self._last_step_s
+
+    async def close(self) -> None:
+        """End the engine."""
+        self.is_up = False
+        await self._engine.close()

@@ -1,0 +1,226 @@
+"""From a stream entry to a sequence in the engine: open the reply, understand the job, turn its prompt into tokens."""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from model.errors import ModelError
+from model.tokenizer import Tokenizer
+from worker.engine import EngineRequest
+from worker.engine_config import EngineInfo
+from worker.errors import ErrorCode, JobError
+from worker.generation import Generation
+from worker.job import Job, JobTimes, WorkerNames
+from worker.job_table import JobTable
+from worker.protocol import GenerateRequest, JobEnvelope, parse_envelope, parse_request
+from worker.queue_links import QueueLinks
+from worker.streams.leases import Entry
+from worker.streams.outcomes import fetch_prompt, persist
+from worker.streams.registry import add_dead_letter
+from worker.streams.reply_writer import ReplyWriter
+from worker.streams.scripts import OpenResult, OpenStatus
+
+log = structlog.get_logger(__name__)
+
+# An entry that was delivered this often without being opened ends whoever reads it.
+MAX_DELIVERIES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What jobs are understood with: names that the queue answers to, tokenizer, and the engine's limits."""
+
+    model_names: frozenset[str]
+    tokenizer: Tokenizer
+    info: EngineInfo
+    eos_token_ids: frozenset[int]
+    names: WorkerNames
+
+
+class Intake:
+    """Takes entries in, one `accept` each; what comes of it is a job in the table, and in the engine if it can run."""
+
+    def __init__(
+        self,
+        links: QueueLinks,
+        table: JobTable,
+        served: ServedModel,
+        *,
+        add_to_engine: Callable[[EngineRequest], None],
+        on_closed: Callable[[ReplyWriter], None],
+        max_wait_s: float,
+    ) -> None:
+        self._links = links
+        self._table = table
+        self._served = served
+        self._add_to_engine = add_to_engine
+        self._on_closed = on_closed
+        self._max_wait_s = max_wait_s
+
+    async def accept(self, entry: Entry) -> None:
+        """Open the entry's reply and start its job, or end it. Raises ServerError where Redis refuses for good."""
+        envelope = parse_envelope(
+            entry.lane,
+            entry.entry_id,
+            entry.fields,
+            now_ms=self._links.clock.now_ms(),
+            repeated=entry.repeated,
+            limits=self._links.limits,
+        )
+        with structlog.contextvars.bound_contextvars(request_id=envelope.id):
+            # The open comes before the job is looked at: one whose parsing kills must have been counted.
+            result, writer = await persist(
+                lambda: self._links.replies.open(envelope, self._on_closed), cap_s=self._max_wait_s
+            )
+            if writer is None:
+                await self._not_opened(entry, envelope, result)
+                return
+            await self._opened(entry, envelope, result, writer)
+
+    async def _not_opened(self, entry: Entry, envelope: JobEnvelope, result: OpenResult) -> None:
+        log.info("job_not_opened", status=result.status.value, entry_id=entry.entry_id, lane=entry.lane)
+        match result.status:
+            case OpenStatus.ENDED:
+                outcome = result.terminal_code if result.terminal == "error" else "done"
+                await self._links.outcomes.settle(envelope, outcome)
+            case OpenStatus.DUPLICATE:
+                await self._links.outcomes.drop(entry)
+            case OpenStatus.CONFLICT:
+                await self._dead_letter(entry, ErrorCode.ID_CONFLICT)
+                await self._links.outcomes.drop(entry)
+            case _:
+                self._links.leases.release(entry.key)
+
+    async def _opened(self, entry: Entry, envelope: JobEnvelope, result: OpenResult, writer: ReplyWriter) -> None:
+        now_ms = self._links.clock.now_ms()
+        enqueued_ms = min(now_ms, int(entry.entry_id.partition("-")[0]))
+        job = Job(entry, envelope, writer, JobTimes(enqueued_ms=enqueued_ms, opened_ms=now_ms))
+        self._table.add(job)
+        log.info("job_opened", attempt=writer.attempt, covered=result.covered, queue_ms=now_ms - enqueued_ms)
+        try:
+            self._check_wanted(entry, envelope, result, now_ms)
+            await self._start(job, result)
+        except JobError as error:
+            await self._refuse(job, error)
+        except Exception as error:
+            log.exception("job_not_understood")
+            await self._refuse(job, JobError(ErrorCode.INTERNAL, f"the worker failed: {type(error).__name__}"))
+
+    def _check_wanted(self, entry: Entry, envelope: JobEnvelope, result: OpenResult, now_ms: int) -> None:
+        if result.cancel_reason is not None or entry.must_end is ErrorCode.CANCELLED:
+            raise cancelled(result.cancel_reason or "", "queued")
+        if envelope.is_expired(now_ms) or entry.must_end is ErrorCode.DEADLINE_EXCEEDED:
+            raise deadline_exceeded("queued")
+        if entry.must_end is ErrorCode.OVERLOADED:
+            raise JobError(ErrorCode.OVERLOADED, "the queue is longer than it may be: send the job again later")
+        if entry.deliveries > MAX_DELIVERIES:
+            raise JobError(
+                ErrorCode.POISON, f"this job was delivered {entry.deliveries} times and ended whoever read it"
+            )
+
+    async def _start(self, job: Job, result: OpenResult) -> None:
+        """Understand the job and give it to the engine. Raises JobError, ModelError or StreamsError."""
+        request = await self._request_of(job)
+        job.request = request
+        served = self._served
+        job.prompt_ids = await asyncio.to_thread(prompt_ids_of, request, served.tokenizer)
+        max_tokens = check_fits(request, job.prompt_ids, served.info)
+        generation = Generation(request.sampling, served.tokenizer)
+        drawn_seed = secrets.randbits(63)
+        if result.covered or result.is_resumed:
+            recovered = await persist(lambda: self._links.replies.recover(job.writer), cap_s=self._max_wait_s)
+            drawn_seed = drawn_seed if recovered.seed is None else recovered.seed
+            job.num_replayed, job.num_attempts = recovered.num_tokens, recovered.num_attempts
+            generation.replay(recovered.ids, served.eos_token_ids, max_tokens)
+            generation.skip_text(len(recovered.text))
+        job.generation = generation
+        job.seed = drawn_seed if request.sampling.seed is None else request.sampling.seed
+        job.writer.configure(
+            is_streaming=request.stream,
+            chunk_ms=request.chunk_ms,
+            seed=job.seed if request.sampling.seed is None else None,
+        )
+        if job.is_over:  # cancelled or expired while it was tokenized
+            return
+        if generation.is_finished:
+            job.finish(self._links.clock.now_ms(), served.names)
+            return
+        job.writer.token((), generation.take_text())
+        self._table.enter_engine(job)
+        self._add_to_engine(job.engine_request())
+
+    async def _request_of(self, job: Job) -> GenerateRequest:
+        limits, envelope = self._links.limits, job.envelope
+        prompt = None
+        if envelope.error is None and envelope.prompt_ref is not None:
+            name = envelope.prompt_ref
+            prompt = await persist(
+                lambda: fetch_prompt(self._links.commands, self._links.keys, name, limits.max_prompt_ref_bytes),
+                cap_s=self._max_wait_s,
+            )
+        return parse_request(
+            envelope,
+            job.entry.fields,
+            prompt_ref_value=prompt,
+            model_names=self._served.model_names,
+            limits=limits,
+        )
+
+    async def _refuse(self, job: Job, error: JobError) -> None:
+        """End a job that can't run. One whose reply nobody knows to read is kept as a dead letter too."""
+        log.info("job_refused", code=str(error.code), message=error.message)
+        is_reply_unknown = job.envelope.is_id_malformed or b"id" not in job.entry.fields
+        if error.code is ErrorCode.POISON or (error.code is ErrorCode.BAD_REQUEST and is_reply_unknown):
+            await self._dead_letter(job.entry, error.code)
+        job.fail(error, self._links.clock.now_ms())
+
+    async def _dead_letter(self, entry: Entry, code: ErrorCode) -> None:
+        await persist(
+            lambda: add_dead_letter(self._links.commands, self._links.keys, entry, error=str(code)),
+            cap_s=self._max_wait_s,
+        )
+
+
+def prompt_ids_of(request: GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The prompt in tokens. Raises JobError. May take long for a long text: run it off the event loop."""
+    try:
+        if request.tokens is not None:
+            return request.tokens
+        if request.messages is not None:
+            return tuple(tokenizer.encode_chat(request.messages))
+        return tuple(tokenizer.encode(request.prompt or ""))
+    except ModelError as error:
+        raise JobError(ErrorCode.BAD_REQUEST, str(error)) from error
+
+
+def check_fits(request: GenerateRequest, prompt_ids: tuple[int, ...], info: EngineInfo) -> int:
+    """The most tokens that this job may generate. Raises JobError where prompt and max_tokens can't fit."""
+    if not prompt_ids:
+        raise JobError(ErrorCode.BAD_REQUEST, "the prompt has no tokens: send at least one character")
+    if (largest := max(prompt_ids)) >= info.vocab_size:
+        raise JobError(
+            ErrorCode.BAD_REQUEST, f"tokens holds {largest}: the model's token ids run from 0 to {info.vocab_size - 1}"
+        )
+    limit, num_prompt, max_tokens = info.max_sequence_tokens, len(prompt_ids), request.sampling.max_tokens
+    if num_prompt + (max_tokens or 1) > limit:
+        details = {"prompt_tokens": num_prompt, "max_tokens": max_tokens, "limit": limit}
+        advice = "shorten the prompt" if num_prompt >= limit else f"ask for at most {limit - num_prompt} max_tokens"
+        raise JobError(
+            ErrorCode.CONTEXT_TOO_LONG,
+            f"the prompt has {num_prompt} tokens, {max_tokens or 1} are to be generated, {limit} fit in all: {advice}",
+            details,
+        )
+    return max_tokens if max_tokens is not None else limit - num_prompt
+
+
+def cancelled(reason: str, where: str) -> JobError:
+    """The error of a job that its client called off; `where` it was is queued or running."""
+    return JobError(ErrorCode.CANCELLED, f"cancelled: {reason}" if reason else "cancelled", {"where": where})
+
+
+def deadline_exceeded(where: str) -> JobError:
+    """The error of a job whose time is up; `where` it was is queued or running."""
+    return JobError(ErrorCode.DEADLINE_EXCEEDED, f"the job's time was up while it was {where}", {"where": where})

@@ -1,0 +1,165 @@
+"""What happens to open jobs: tokens come in, replies go out, and each ends in exactly one way.
+
+ended    its terminal event is written        ─► settle
+abandoned  its reply was deleted by the client ─► settle, nothing to write
+fenced, lost  another worker has it            ─► forget: nothing is written, nothing settled
+handed over   this worker stops                ─► a peer goes on after the last event
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from worker.engine_messages import StepReport
+from worker.engine_supervisor import EngineSupervisor
+from worker.errors import ErrorCode, JobError
+from worker.job import Job, WorkerNames
+from worker.job_table import JobTable
+from worker.metrics import WorkerMetrics
+from worker.queue_links import QueueLinks
+from worker.streams.leases import Entry, Loss
+from worker.streams.reply_writer import ReplyStatus, ReplyWriter
+
+log = structlog.get_logger(__name__)
+
+# A job that was in this many engines when they died is taken for the reason.
+MAX_ENGINE_DEATHS = 3
+
+
+class JobsInFlight:
+    """Owner of open jobs' lives. `on_room` is called whenever a place became free."""
+
+    def __init__(
+        self,
+        table: JobTable,
+        links: QueueLinks,
+        metrics: WorkerMetrics,
+        *,
+        on_room: Callable[[], None],
+    ) -> None:
+        self._table = table
+        self._links = links
+        self._metrics = metrics
+        self._on_room = on_room
+        self._closed: asyncio.Queue[Job] = asyncio.Queue()
+        self.engine: EngineSupervisor | None = None
+        self.names = WorkerNames("", "", "")
+
+    # What the engine brings.
+
+    def on_report(self, report: StepReport) -> None:
+        """Hand a step's tokens to their jobs."""
+        now_ms = self._links.clock.now_ms()
+        for output in report.outputs:
+            job = self._table.by_seq_id(output.seq_id)
+            if job is None:  # it ended here before the engine heard of it
+                continue
+            self._observe_tokens(job, len(output.new_token_ids), now_ms)
+            if job.absorb(output, now_ms, self.names):
+                self._engine_abort(job)
+            if job.is_over:
+                self._table.leave_engine(job)
+        self._metrics.observe_scheduler(report.stats, report.times.num_steps)
+
+    def on_restart(self) -> None:
+        """A new engine: the jobs of the old one go on where they were, but for one that was in too many deaths."""
+        self._metrics.engine_restarted()
+        for job in self._table.in_engine():
+            job.num_engine_deaths += 1
+            if job.num_engine_deaths >= MAX_ENGINE_DEATHS:
+                deaths = f"the engine died {job.num_engine_deaths} times while it ran this job"
+                self.end(job, JobError(ErrorCode.POISON, deaths))
+            elif self.engine is not None:
+                self.engine.add(job.engine_request())
+
+    def _observe_tokens(self, job: Job, num_tokens: int, now_ms: int) -> None:
+        times = job.times
+        if num_tokens == 0 or job.is_over:
+            return
+        if times.first_token_ms is None:
+            self._metrics.first_token((now_ms - times.enqueued_ms) / 1000)
+        elif times.last_token_ms is not None:
+            self._metrics.inter_token((now_ms - times.last_token_ms) / 1000)
+
+    # How jobs end.
+
+    def end(self, job: Job, error: JobError) -> None:
+        """End a job with an error event, whatever it is doing."""
+        if not job.is_over:
+            self._leave_engine(job)
+            job.fail(error, self._links.clock.now_ms())
+
+    def on_closed(self, writer: ReplyWriter) -> None:
+        """A reply takes no more events: its terminal one is written, a later attempt took over, or it was deleted."""
+        job = self._table.by_writer(writer)
+        if job is None:
+            return
+        self._leave_engine(job)
+        if writer.status is ReplyStatus.FENCED:
+            self._forget(job)
+            return
+        if writer.status is ReplyStatus.ABANDONED:
+            job.is_over, job.outcome = True, str(ErrorCode.ABANDONED)
+        self._closed.put_nowait(job)
+
+    def on_loss(self, entry: Entry, loss: Loss) -> None:
+        """A lease turned out to be another's. (An entry that was deleted can't come to anybody else: it finishes.)"""
+        job = self._table.by_entry(entry.key)
+        if loss is Loss.LOST and job is not None:
+            self._leave_engine(job)
+            self._forget(job)
+
+    async def settle_closed(self) -> None:
+        """Take ended jobs off the queue until cancelled; their terminal events are written by now."""
+        while True:
+            job = await self._closed.get()
+            finished_ms = job.times.finished_ms or self._links.clock.now_ms()
+            record = {"finished": str(finished_ms)}
+            status = await self._links.outcomes.settle(job.envelope, job.outcome, record=record)
+            self._count(job, finished_ms)
+            log.info(
+                "job_settled",
+                request_id=job.envelope.id,
+                outcome=job.outcome,
+                settled=status.value,
+                num_prompt_tokens=len(job.prompt_ids),
+                num_generated_tokens=job.writer.num_tokens,
+            )
+            self._remove(job)
+
+    async def hand_over(self, job: Job) -> None:
+        """Give an unfinished job to a peer, which goes on after the last event. Raises StreamsError."""
+        self._leave_engine(job)
+        await self._links.replies.drained(job.writer)
+        if job.writer.status is not ReplyStatus.LIVE:
+            return
+        self._links.replies.discard(job.writer)
+        await self._links.outcomes.hand_over(job.envelope)
+        self._remove(job)
+        log.info("job_handed_over", request_id=job.envelope.id)
+
+    def _count(self, job: Job, finished_ms: int) -> None:
+        stats = None if job.generation is None else job.generation.stats
+        outcome = "ok" if job.outcome == "done" else job.outcome
+        self._metrics.job_settled(outcome, (finished_ms - job.times.enqueued_ms) / 1000, stats)
+
+    def _forget(self, job: Job) -> None:
+        """The job is somebody else's now: nothing more is written, and it is not settled."""
+        job.is_over = True
+        self._links.replies.discard(job.writer)
+        self._links.leases.release(job.entry.key)
+        self._remove(job)
+
+    def _remove(self, job: Job) -> None:
+        self._table.remove(job)
+        self._on_room()
+
+    def _leave_engine(self, job: Job) -> None:
+        if self._table.by_seq_id(job.seq_id) is not None:
+            self._engine_abort(job)
+            self._table.leave_engine(job)
+
+    def _engine_abort(self, job: Job) -> None:
+        if self.engine is not None:
+            self.engine.abort(job.seq_id)

@@ -1,0 +1,112 @@
+"""Everything of one queue that talks to Redis, put together: which part uses which connection, and in what order."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from worker.protocol import JobEnvelope, ProtocolLimits, parse_envelope
+from worker.settings import Settings
+from worker.streams.clock import ServerClock
+from worker.streams.connection import Link
+from worker.streams.jobs import JobSource, SourceOptions
+from worker.streams.keys import QueueKeys
+from worker.streams.lanes import LaneOrder
+from worker.streams.leases import Entry, Leases
+from worker.streams.outcomes import Outcomes
+from worker.streams.overload import OldestWatch
+from worker.streams.registry import CancelMarks, ControlReader, Registry
+from worker.streams.replies import Replies
+from worker.streams.scripts import Scripts
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLinks:
+    """The parts that serve one queue.
+
+    Five connections: `source` and `control` block in their reads; `leases` has one to itself, so that renewal never
+    waits for anything else; events go over a fourth, whose loss has a meaning of its own; all other commands share
+    the fifth.
+    """
+
+    keys: QueueKeys
+    clock: ServerClock
+    commands: Link
+    leases: Leases
+    source: JobSource
+    replies: Replies
+    outcomes: Outcomes
+    oldest: OldestWatch
+    registry: Registry
+    control: ControlReader
+    marks: CancelMarks
+    limits: ProtocolLimits
+    links: tuple[Link, ...]
+
+    @classmethod
+    def make(
+        cls,
+        settings: Settings,
+        url: str,
+        worker_id: str,
+        *,
+        model: str,
+    ) -> Self:
+        """Put the parts together; nothing connects yet. Raises StartupError for a URL or a name that can't be used."""
+        keys, clock, limits = QueueKeys(settings.queue), ServerClock(), protocol_limits(settings)
+        commands, reading, leasing, events, control = (
+            Link(url, name) for name in ("commands", "jobs", "leases", "events", "control")
+        )
+        scripts = Scripts(commands, keys, worker_id)
+        leases = Leases(Scripts(leasing, keys, worker_id), settings.lease_ms)
+        source = JobSource(reading, keys, worker_id, leases, SourceOptions(lease_ms=settings.lease_ms))
+        high, normal, low = settings.lane_weights
+        source.lanes = LaneOrder({"high": high, "normal": normal, "low": low})
+
+        def envelope_of(entry: Entry, now_ms: int) -> JobEnvelope:
+            return parse_envelope(
+                entry.lane, entry.entry_id, entry.fields, now_ms=now_ms, repeated=entry.repeated, limits=limits
+            )
+
+        return cls(
+            keys=keys,
+            clock=clock,
+            commands=commands,
+            leases=leases,
+            source=source,
+            replies=Replies(
+                events,
+                scripts,
+                commands,
+                keys,
+                clock,
+                model=model,
+                run_ttl_ms=settings.run_ttl_ms,
+                backoff_cap_s=settings.lease_ms / 6000,
+            ),
+            outcomes=Outcomes(scripts, leases, settings.lease_ms),
+            oldest=OldestWatch(commands, scripts, keys, clock, leases, envelope_of),
+            registry=Registry(commands, scripts, keys, worker_id, clock, settings.heartbeat_ms),
+            control=ControlReader(control, keys),
+            marks=CancelMarks(commands, keys),
+            limits=limits,
+            links=(commands, reading, leasing, events, control),
+        )
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the connections that carry work are up."""
+        return all(link.is_up for link in self.links[1:4])
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for link in self.links:
+            await link.close()
+
+
+def protocol_limits(settings: Settings) -> ProtocolLimits:
+    """What a job may at most be, by the settings."""
+    return ProtocolLimits(
+        max_fields_bytes=settings.max_job_bytes,
+        max_prompt_ref_bytes=settings.max_job_bytes,
+        default_result_ttl_ms=settings.result_ttl_ms,
+        max_result_ttl_ms=settings.max_result_ttl_ms,
+    )

@@ -1,0 +1,354 @@
+"""The service process of a worker: takes jobs from the queue, feeds the engine, streams what it brings to the replies.
+
+    source ──► Intake ──► engine ──► JobsInFlight ──► Replies (one pipeline a step) ──► terminal event ──► settle
+
+Shutdown, in this order: stop taking jobs; let running ones finish within the grace period; write what is gathered
+and hand the rest to a peer; leave the registry; end the engine; close the connections. A second signal ends the
+waiting.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version as distribution_version
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from model.errors import ModelError
+from model.loader import load_config
+from model.tokenizer import Tokenizer
+from worker.engine_client import EngineClient, InProcessEngine, ProcessEngine, ProgressCallback
+from worker.engine_config import EngineConfig, EngineInfo
+from worker.engine_supervisor import EngineSupervisor
+from worker.errors import StartupError
+from worker.http_status import Health, StatusServer
+from worker.intake import Intake, ServedModel
+from worker.job import WorkerNames
+from worker.job_table import JobTable
+from worker.jobs_in_flight import JobsInFlight
+from worker.metrics import WorkerMetrics
+from worker.queue_links import QueueLinks
+from worker.settings import Settings, served_name
+from worker.streams.connection import Backoff, check_server
+from worker.streams.errors import StreamsError
+from worker.streams.leases import Entry
+from worker.watch import Watch
+
+log = structlog.get_logger(__name__)
+
+# Longest that a worker without room sleeps before it looks again at what waits in the queue.
+NO_ROOM_S = 1.0
+# At the end: time to write what is gathered and to give unfinished jobs to a peer.
+HAND_OVER_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceInfo:
+    """What a service that stands tells whoever started it. `metrics_url` is None where no port was asked for."""
+
+    worker_id: str
+    queue: str
+    redis_version: str
+    engine: EngineInfo
+    metrics_url: str | None
+
+
+class Service:
+    """One worker. `run` builds everything, serves until it is told to stop, and takes everything down again."""
+
+    def __init__(self, settings: Settings, *, progress: ProgressCallback | None = None) -> None:
+        """`settings.model` is the checkpoint's path and `settings.redis_url` the server to work with."""
+        if settings.redis_url is None:
+            raise StartupError("no Redis to work with: set redis_url")
+        self._settings = settings
+        self._url = settings.redis_url.get_secret_value()
+        self._worker_id = f"{safe_name(socket.gethostname())}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._version = distribution_version("pagemill")
+        self._started_ms = int(time.time() * 1000)
+        self._table = JobTable()
+        self._metrics = WorkerMetrics(
+            worker_id=self._worker_id, queue=settings.queue, model=settings.queue, version=self._version
+        )
+        self._room = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._links = QueueLinks.make(settings, self._url, self._worker_id, model=settings.queue)
+        self._jobs = JobsInFlight(self._table, self._links, self._metrics, on_room=self._room.set)
+        self._links.leases.on_loss = self._jobs.on_loss
+        self._engine = EngineSupervisor(
+            lambda: make_engine(settings, progress), on_report=self._jobs.on_report, on_restart=self._jobs.on_restart
+        )
+        self._jobs.engine = self._engine
+        self._watch = Watch(self._table, self._jobs, self._links, on_config=self._room.set)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+
+    # Life.
+
+    async def run(self, ready: Callable[[ServiceInfo], None] | None = None) -> None:
+        """Serve until SIGTERM, SIGINT or `stop`. `ready` is called once, when jobs are being taken.
+
+        Raises StartupError, one line that says what to do, if the worker can't start or its engine can't be restarted.
+        """
+        structlog.contextvars.bind_contextvars(worker_id=self._worker_id, queue=self._settings.queue)
+        with signals_call(self.stop):
+            await self._serve(ready)
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Stop taking jobs and end once the running ones are done; called again: end now."""
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+        self._room.set()
+
+    async def _serve(self, ready: Callable[[ServiceInfo], None] | None) -> None:
+        status: StatusServer | None = None
+        try:
+            redis_version = await check_server(self._url)
+            status = self._start_status_server()
+            info, intake = await self._start_engine()
+            await self._links.clock.sync(self._links.commands)
+            await self._links.source.ensure_groups()
+            background = self._start_background()
+            log.info("worker_ready", num_blocks=info.num_blocks, max_model_len=info.max_model_len, device=info.device)
+            if ready is not None:
+                url = None if status is None else f"http://{self._settings.metrics_host}:{status.port}"
+                ready(ServiceInfo(self._worker_id, self._settings.queue, redis_version, info, url))
+            await self._take_jobs(intake)
+            await self._shut_down(background)
+        except StreamsError as error:
+            raise StartupError(f"Redis failed while the worker started: {error}") from error
+        finally:
+            await self._close()
+            if status is not None:
+                status.close()
+
+    async def _start_engine(self) -> tuple[EngineInfo, Intake]:
+        """Start the engine, and read the tokenizer meanwhile."""
+        path = Path(self._settings.model)
+        loading = asyncio.create_task(asyncio.to_thread(load_text_side, path))
+        try:
+            info = await self._engine.start(self._stop)
+            tokenizer, eos_token_ids = await loading
+        except ModelError as error:
+            raise StartupError(str(error)) from error
+        finally:
+            loading.cancel()
+        names = WorkerNames(self._worker_id, self._settings.queue, info.fingerprint)
+        self._jobs.names = names
+        served = ServedModel(
+            model_names=frozenset({self._settings.queue, served_name(self._settings.model)}),
+            tokenizer=tokenizer,
+            info=info,
+            eos_token_ids=eos_token_ids,
+            names=names,
+        )
+        intake = Intake(
+            self._links,
+            self._table,
+            served,
+            add_to_engine=self._engine.add,
+            on_closed=self._jobs.on_closed,
+            max_wait_s=self._settings.lease_ms / 6000,
+        )
+        return info, intake
+
+    def _start_background(self) -> list["asyncio.Task[None]"]:
+        parts: dict[str, Coroutine[Any, Any, None]] = {
+            "engine": self._engine.follow(),
+            "replies": self._links.replies.run(),
+            "leases": self._links.leases.run(lambda: not self._is_hung()),
+            "settling": self._jobs.settle_closed(),
+            "registry": self._links.registry.run(self._beat),
+            "control": self._watch.follow_control(),
+            "watch": self._watch.watch_jobs(),
+        }
+        return [self._spawn(name, part) for name, part in parts.items()]
+
+    def _spawn(self, name: str, part: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Run a part; if it fails, the whole worker stops and says so."""
+        task = asyncio.create_task(part, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def _on_task_done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.error("worker_part_failed", part=task.get_name(), exc_info=error)
+        self._failure = self._failure or error
+        self.stop()
+        self._hurry.set()
+
+    # Taking jobs.
+
+    async def _take_jobs(self, intake: Intake) -> None:
+        """Read entries while there is room, each handled by a task of its own, until the worker is told to stop."""
+        backoff = Backoff(self._settings.lease_ms / 6000)
+        while not self._stop.is_set():
+            try:
+                room = self._settings.max_num_seqs - len(self._links.leases)
+                if self._watch.is_paused or room <= 0:
+                    entries = await self._without_room()
+                else:
+                    entries = await self._links.source.take(room)
+                backoff.reset()
+            except StreamsError as error:
+                log.warning("queue_unread", error=str(error))
+                await backoff.wait()
+                continue
+            for entry in entries:
+                self._spawn(f"accept {entry.lane}/{entry.entry_id}", intake.accept(entry))
+            self._metrics.set_jobs_held(len(self._links.leases))
+
+    async def _without_room(self) -> list[Entry]:
+        """Wait for room; once a second, take what needs none: jobs that are overdue or called off."""
+        self._room.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._room.wait(), NO_ROOM_S)
+            return []
+        return await self._links.oldest.look()
+
+    # What others see.
+
+    def _beat(self) -> dict[str, str | int | float]:
+        report = self._engine.last_report
+        stats = None if report is None else report.stats
+        used = 0 if stats is None else stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks
+        return {
+            "model": self._settings.queue,
+            "version": self._version,
+            "slots": self._settings.max_num_seqs,
+            "held": len(self._links.leases),
+            "running": 0 if stats is None else stats.num_running,
+            "waiting": 0 if stats is None else stats.num_waiting,
+            "kv_use": 0.0 if stats is None else round(used / stats.num_blocks, 4),
+            "draining": int(self._stop.is_set()),
+            "started": self._started_ms,
+        }
+
+    def _is_hung(self) -> bool:
+        """Whether the engine has work and has not finished a step for longer than the watchdog allows."""
+        return self._table.num_in_engine > 0 and self._engine.seconds_since_step() > self._settings.watchdog_s
+
+    def _start_status_server(self) -> StatusServer | None:
+        settings = self._settings
+        if settings.metrics_port is None:
+            return None
+        return StatusServer(
+            settings.metrics_host, settings.metrics_port, self._metrics.registry, self._alive, self._ready
+        )
+
+    def _alive(self) -> Health:
+        if self._is_hung():
+            return Health(False, f"no step for {self._engine.seconds_since_step():.0f} s while jobs run")
+        return Health(True)
+
+    def _ready(self) -> Health:
+        if self._stop.is_set():
+            return Health(False, "draining")
+        if not self._engine.is_up:
+            return Health(False, "the engine is starting")
+        if not self._links.is_connected:
+            return Health(False, "no connection to Redis")
+        return self._alive()
+
+    # Shutdown.
+
+    async def _shut_down(self, background: list["asyncio.Task[None]"]) -> None:
+        """Let jobs finish, then hand over what is left; leases and replies are served until the last of them."""
+        grace_s = self._settings.shutdown_grace_s
+        log.info("worker_stopping", num_jobs=len(self._links.leases), grace_s=grace_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._until_empty(self._hurry)
+        with contextlib.suppress(TimeoutError, StreamsError):
+            async with asyncio.timeout(HAND_OVER_S):
+                for job in self._table:
+                    if not job.is_over:
+                        await self._jobs.hand_over(job)
+                await self._until_empty(asyncio.Event())
+        with contextlib.suppress(TimeoutError, StreamsError):
+            async with asyncio.timeout(HAND_OVER_S):
+                await self._links.registry.leave()
+        log.info("worker_stopped", num_jobs_left=len(self._links.leases))
+        for task in background:
+            task.cancel()
+
+    async def _until_empty(self, enough: asyncio.Event) -> None:
+        """Wait until no job is held any more, or until `enough` is set."""
+        waiting = asyncio.create_task(enough.wait())
+        try:
+            while len(self._links.leases) and not enough.is_set():
+                self._room.clear()
+                room = asyncio.create_task(self._room.wait())
+                await asyncio.wait({room, waiting}, return_when=asyncio.FIRST_COMPLETED)
+                room.cancel()
+        finally:
+            waiting.cancel()
+
+    async def _close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._engine.close()
+        await self._links.close()
+
+
+def make_engine(settings: Settings, progress: ProgressCallback | None) -> EngineClient:
+    """An engine that isn't started yet, of the kind that the settings say."""
+    config = EngineConfig(
+        model_path=settings.model,
+        cache_dir=str(settings.cache_dir),
+        device=settings.device,
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        block_size=settings.block_size,
+        num_kv_blocks=settings.num_kv_blocks,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        num_threads=settings.num_threads,
+        check_invariants=settings.check_invariants,
+    )
+    kind = ProcessEngine if settings.engine_mode == "process" else InProcessEngine
+    return kind(config, progress)
+
+
+def load_text_side(path: Path) -> tuple[Tokenizer, frozenset[int]]:
+    """Tokenizer and end-of-sequence ids of a checkpoint. Raises ModelError."""
+    tokenizer = Tokenizer.from_checkpoint(path)
+    return tokenizer, frozenset(load_config(path).eos_token_ids) | frozenset(tokenizer.eos_token_ids)
+
+
+def safe_name(hostname: str) -> str:
+    """A host's name, cut and made to fit a consumer's name."""
+    return "".join(char if char.isascii() and (char.isalnum() or char in "_.-") else "-" for char in hostname[:32])
+
+
+@contextlib.contextmanager
+def signals_call(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT call `stop` inside the block. Outside the main thread nothing is changed."""
+    loop = asyncio.get_running_loop()
+    handled = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(ValueError, RuntimeError):
+            loop.add_signal_handler(number, stop)
+            handled.append(number)
+    try:
+        yield
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)
