@@ -1,0 +1,1 @@
+"""One module for each command of `pagemill`, imported only when that command runs."""

@@ -1,0 +1,63 @@
+"""`pagemill jobs`: what waits and what runs."""
+
+from collections import Counter
+from typing import Any
+
+import click
+
+from ops.server import client_settings, find_server, run_on_link, server_options
+from ops.tables import age, print_table
+from worker.streams.connection import Link
+from worker.streams.keys import GROUP, LANES, QueueKeys
+
+# Records looked at in one go; a queue may keep very many of finished jobs.
+_SCAN_COUNT = 500
+_FIELDS = ("status", "worker", "attempt", "crashes", "tenant", "entry")
+
+
+@click.command()
+@server_options
+@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Most unfinished jobs to list.")
+def command(queue: str | None, redis_url: str | None, data_dir: str | None, limit: int) -> None:
+    """Show the depth of each lane, the jobs that run, and how many ended how."""
+    settings = client_settings(queue, redis_url, data_dir)
+    lanes, jobs, outcomes = run_on_link(find_server(settings), lambda link: _look(link, settings.queue))
+    print_table(f"Lanes of {settings.queue}", ("lane", "waiting", "held", "oldest"), lanes)
+    if jobs:
+        print_table("Unfinished jobs", ("id", *_FIELDS), jobs[:limit])
+    if outcomes:
+        print_table("Ended, while their records last", ("outcome", "jobs"), sorted(outcomes.items()))
+
+
+async def _look(link: Link, queue: str) -> tuple[list[list[Any]], list[list[Any]], Counter[str]]:
+    keys = QueueKeys(queue)
+    seconds, _ = await link.call("TIME")
+    lanes = [[lane, *await _lane(link, keys.jobs(lane), int(seconds) * 1000)] for lane in LANES]
+    jobs: list[list[Any]] = []
+    outcomes: Counter[str] = Counter()
+    prefix = keys.state("").encode()
+    cursor = b"0"
+    while True:
+        cursor, names = await link.call("SCAN", cursor, "MATCH", keys.state("*"), "COUNT", _SCAN_COUNT, "TYPE", "hash")
+        records = await link.batch([("HMGET", name, *_FIELDS) for name in names]) if names else []
+        for name, record in zip(names, records, strict=True):
+            values = [(value or b"").decode() for value in record]
+            if values[0] in ("running", "queued"):
+                jobs.append([name.removeprefix(prefix), *values])
+            else:
+                outcomes[values[0]] += 1
+        if cursor == b"0":
+            return lanes, jobs, outcomes
+
+
+async def _lane(link: Link, key: str, now_ms: int) -> tuple[int, int, str]:
+    """Jobs that wait, jobs that workers hold, and the age of the oldest of either."""
+    if not await link.call("EXISTS", key):
+        return 0, 0, ""
+    groups = [dict(zip(flat[::2], flat[1::2], strict=True)) for flat in await link.call("XINFO", "GROUPS", key)]
+    held = sum(group[b"pending"] for group in groups if group[b"name"] == GROUP.encode())
+    length = await link.call("XLEN", key)
+    stream = await link.call("XINFO", "STREAM", key)
+    first = dict(zip(stream[::2], stream[1::2], strict=True))[b"first-entry"]
+    oldest = age(now_ms - int(first[0].split(b"-")[0])) if first else ""
+    return max(0, length - held), held, oldest

@@ -1,0 +1,37 @@
+"""`pagemill redis`: redis-cli for a machine that has none."""
+
+import sys
+
+import click
+
+from ops.resp import ErrorReply, RespConnection, plain, pretty
+from ops.server import clear_connection_errors, client_settings, find_server
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--redis-url", help="The server. [default: PAGEMILL_REDIS_URL, else the embedded one]")
+@click.option("--data-dir", help="Where the embedded server keeps its data. [default: PAGEMILL_DATA_DIR]")
+@click.option("--pretty/--plain", "is_pretty", default=None, help="How to print. [default: pretty on a terminal]")
+@click.argument("words", nargs=-1, required=True, metavar="CMD [ARG]...", type=click.UNPROCESSED)
+@click.pass_context
+def command(
+    ctx: click.Context, redis_url: str | None, data_dir: str | None, is_pretty: bool | None, words: tuple[str, ...]
+) -> None:
+    """Send one raw command to the server, exactly as typed, and print the answer as redis-cli does.
+
+    Options of this command stand before CMD. An error of the server ends with exit code 1.
+
+    \b
+    pagemill redis XADD 'pagemill:{smollm2}:jobs:normal' '*' id joke-1 prompt 'Tell me a joke'
+    pagemill redis XREAD BLOCK 4000 STREAMS 'pagemill:{smollm2}:reply:joke-1' 0-0
+    """
+    url = find_server(client_settings(redis_url=redis_url, data_dir=data_dir))
+    with clear_connection_errors(url), RespConnection(url) as connection:
+        answer = connection.call(words)
+    if is_pretty is None:
+        is_pretty = sys.stdout.isatty()
+    text = pretty(answer) if is_pretty else plain(answer)
+    sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape") + b"\n")
+    sys.stdout.flush()
+    if isinstance(answer, ErrorReply):
+        ctx.exit(1)

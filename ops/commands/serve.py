@@ -1,0 +1,106 @@
+"""`pagemill serve`: the worker. Every setting is a flag, made from the settings class."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from pydantic import SecretStr
+
+from ops.first_message import show_start
+from ops.progress import ProgressReporter, progress_reporter
+from ops.settings_doc import accepted
+from worker.errors import StartupError
+from worker.logs import configure_logging
+from worker.settings import DEMO_MODEL, Settings, load_settings, misspelt_variables, shown_default
+from worker.settings_words import env_name, flag_name
+
+
+def _setting_options() -> list[click.Parameter]:
+    """One flag for each setting. Values are passed on as typed: the settings class judges them."""
+    options: list[click.Parameter] = []
+    for name, field in Settings.model_fields.items():
+        flag = flag_name(name)
+        text = f"{field.description}  [default: {shown_default(name)}; env: {env_name(name)}]"
+        if field.annotation is bool:
+            options.append(click.Option([f"{flag}/--no-{flag[2:]}", name], default=None, help=text))
+        else:
+            words = accepted(field.annotation)
+            metavar = words.replace(", ", "|") if ", " in words else words.replace(" ", "-").upper()
+            options.append(click.Option([flag, name], metavar=metavar, help=text))
+    return options
+
+
+def _serve(first_message: str | None, **flags: Any) -> None:
+    """Run a worker until it is told to stop (Ctrl-C or SIGTERM); a second signal doesn't wait for running jobs.
+
+    Without --redis-url an embedded Valkey is started beside it and stopped with it.
+    """
+    settings = load_settings({name: value for name, value in flags.items() if value is not None})
+    configure_logging(settings.log_level, settings.log_format)
+    for variable, meant in misspelt_variables():
+        click.echo(f"pagemill: {variable} is not a setting; did you mean {meant}?", err=True)
+    with progress_reporter() as progress:
+        settings = settings.model_copy(update={"model": str(find_model(settings, progress))})
+        with server_for(settings) as url:
+            settings = settings.model_copy(update={"redis_url": SecretStr(url)})
+            asyncio.run(_run_service(settings, progress, first_message))
+
+
+async def _run_service(settings: Settings, progress: ProgressReporter, first_message: str | None) -> None:
+    """Serve until the service says that it has stopped; it handles the signals itself."""
+    from worker.service import Service, ServiceInfo
+
+    greetings: list[asyncio.Task[None]] = []
+
+    def ready(info: ServiceInfo) -> None:
+        progress.close()
+        greetings.append(asyncio.create_task(show_start(settings, first_message, info.metrics_url)))
+
+    try:
+        await Service(settings, progress=progress).run(ready)
+    finally:
+        for greeting in greetings:
+            greeting.cancel()
+        await asyncio.gather(*greetings, return_exceptions=True)
+
+
+def find_model(settings: Settings, progress: ProgressReporter) -> Path:
+    """The model's folder or file; the demo model is fetched first. Raises StartupError if there is none."""
+    if settings.model == DEMO_MODEL and not Path(DEMO_MODEL).exists():
+        from worker.demo_model import ensure_demo_model
+
+        return ensure_demo_model(settings.cache_dir, progress)
+    path = Path(settings.model).expanduser()
+    if not path.exists():
+        raise StartupError(
+            f"no model at {path}: name a folder with config.json and safetensors, a GGUF file, or {DEMO_MODEL}"
+        )
+    return path
+
+
+@contextmanager
+def server_for(settings: Settings) -> Iterator[str]:
+    """The URL of the server to work with: the one that is set, or an embedded one that lives as long as the block."""
+    if settings.redis_url is not None:
+        yield settings.redis_url.get_secret_value()
+        return
+    from worker.embedded import EmbeddedServer
+
+    with EmbeddedServer(settings.data_dir) as server:
+        yield server.url
+
+
+command = click.Command(
+    "serve",
+    callback=_serve,
+    help=_serve.__doc__,
+    params=[
+        click.Option(
+            ["--first-message"], metavar="TEXT", help="Send one chat message after the start, show the reply."
+        ),
+        *_setting_options(),
+    ],
+)

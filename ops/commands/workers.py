@@ -1,0 +1,36 @@
+"""`pagemill workers`: the registry."""
+
+import click
+
+from ops.server import client_settings, find_server, run_on_link, server_options
+from ops.tables import age, print_table
+from worker.streams.connection import Link
+from worker.streams.keys import QueueKeys
+
+# Shown first, where a worker says them; whatever else it says comes after.
+_FIRST = ("model", "version", "slots", "running", "waiting")
+
+
+@click.command()
+@server_options
+def command(queue: str | None, redis_url: str | None, data_dir: str | None) -> None:
+    """Show the workers that serve a queue, and when each was last heard of."""
+    settings = client_settings(queue, redis_url, data_dir)
+    beats = run_on_link(find_server(settings), lambda link: _look(link, settings.queue))
+    said = {name for _, _, fields in beats for name in fields} - {"beat"}
+    columns = [name for name in _FIRST if name in said] + sorted(said - {*_FIRST})
+    rows = [[worker, last_beat, *(fields.get(name, "") for name in columns)] for worker, last_beat, fields in beats]
+    print_table(f"Workers of {settings.queue}", ("worker", "last beat", *columns), rows)
+
+
+async def _look(link: Link, queue: str) -> list[tuple[str, str, dict[str, str]]]:
+    """Name, age of the last beat and the fields of each worker; no fields are left of one that was lost."""
+    keys = QueueKeys(queue)
+    seconds, micros = await link.call("TIME")
+    now_ms = int(seconds) * 1000 + int(micros) // 1000
+    scores = [word.decode() for word in await link.call("ZRANGE", keys.workers, 0, -1, "WITHSCORES")]
+    beats = []
+    for name, score in zip(scores[::2], scores[1::2], strict=True):
+        flat = [word.decode("utf-8", "replace") for word in await link.call("HGETALL", keys.worker(name))]
+        beats.append((name, age(now_ms - float(score)) + " ago", dict(zip(flat[::2], flat[1::2], strict=True))))
+    return beats

