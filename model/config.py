@@ -106,7 +106,7 @@ def declared_eos_ids(directory: Path) -> tuple[int, ...]:
         if ids is None:
             continue
         listed = ids if isinstance(ids, list) else [ids]
-        if not all(isinstance(token_id, int) and token_id >= 0 for token_id in listed):
+        if not all(type(token_id) is int and token_id >= 0 for token_id in listed):
             raise CorruptCheckpointError(f"{directory / name}: eos_token_id is {ids!r}, not token ids; correct it")
         return tuple(dict.fromkeys(listed))
     return ()
@@ -198,18 +198,24 @@ def _refuse_quantized(values: _Values) -> None:
 
 def _refuse_window(values: _Values, config: ModelConfig) -> None:
     """Sliding windows aren't computed; one that no context outgrows is none."""
-    window = values.get("sliding_window")
-    if config.architecture == "MistralForCausalLM":
-        window = window if "sliding_window" in values else _MISTRAL_WINDOW
-    elif config.architecture == "LlamaForCausalLM" or not values.flag("use_sliding_window"):
-        window = None
     kinds = values.get("layer_types") or []
-    others = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        values.fail("layer_types", "a list of names")
+    others = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if others:
         raise UnsupportedModelError(f"{values.origin}: layers of type {others[0]!r} aren't computed: use another model")
-    if "sliding_attention" in kinds and window is None:
-        window = values.count("sliding_window")
-    if window is not None and window < config.max_position_embeddings:
+    if config.architecture == "MistralForCausalLM":
+        default = None if "sliding_window" in values else _MISTRAL_WINDOW
+        is_windowed = True
+    else:
+        default = None
+        is_windowed = "sliding_attention" in kinds or (
+            config.architecture == "Qwen2ForCausalLM" and values.flag("use_sliding_window")
+        )
+    if not is_windowed or (values.get("sliding_window") is None and default is None):
+        return
+    window = values.count("sliding_window", default)
+    if window < config.max_position_embeddings:
         raise UnsupportedModelError(
             f"{values.origin}: attention over a sliding window of {window} isn't computed: use a model without one, "
             f"or lower max_position_embeddings to {window} in config.json"
@@ -225,22 +231,23 @@ def _rope(values: _Values) -> RopeConfig:
         values.fail("rope_parameters" if values.get("rope_parameters") else "rope_scaling", "an object")
     if any(isinstance(value, dict) for value in named.values()):
         raise UnsupportedModelError(f"{values.origin}: RoPE that differs between layers isn't computed")
-    inner = _Values({"rope_theta": values.get("rope_theta")} | named, values.origin)
+    names = ("rope_theta", "partial_rotary_factor")
+    inner = _Values({name: values.get(name) for name in names} | named, values.origin)
     kind = str(named.get("rope_type") or named.get("type") or "default")
     params = {
-        name: value
-        for name, value in named.items()
-        if name not in ("rope_type", "type", "rope_theta", "partial_rotary_factor") and value is not None
+        name: value for name, value in named.items() if name not in ("rope_type", "type", *names) and value is not None
     }
+    for name, value in params.items():
+        if not isinstance(value, int | float | list):
+            inner.fail(name, "a number")
     trained = values.get("original_max_position_embeddings")
     if kind != "default" and trained is not None:
         params.setdefault("original_max_position_embeddings", trained)
-    partial = named.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
     return RopeConfig(
         theta=inner.number("rope_theta", 10000.0),
         kind="longrope" if kind == "su" else kind,
         params={} if kind == "default" else params,
-        partial_rotary_factor=float(partial),
+        partial_rotary_factor=inner.number("partial_rotary_factor", 1.0),
     )
 
 

@@ -107,12 +107,12 @@ class _Values:
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
         architecture = file.metadata.get("general.architecture")
-        if architecture not in ARCHITECTURES:
+        if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise UnsupportedModelError(
                 f"{file.path.name}: the architecture {architecture!r} isn't supported: use a GGUF file of {known}"
             )
-        self.architecture = str(architecture)
+        self.architecture = architecture
 
     def get(self, name: str) -> Any:
         return self.file.metadata.get(f"{self.architecture}.{name}")

@@ -62,13 +62,10 @@ def gguf_eos_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     """Every token that ends a generation: of the sequence, of a turn, of a message."""
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ids = [token_id for token_id in named if isinstance(token_id, int)]
-    tokens, types = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", [])
-    # Control tokens stand at one end of the vocabulary or the other, so it is walked once, by their type.
-    ids += [
-        token_id
-        for token_id, (kind, token) in enumerate(zip(types, tokens, strict=False))
-        if kind == _CONTROL and token in _TURN_ENDS
-    ]
+    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and isinstance(types, list):
+        ends = [tokens.index(text) for text in _TURN_ENDS if text in tokens]
+        ids += [token_id for token_id in ends if types[token_id : token_id + 1] == [_CONTROL]]
     return tuple(dict.fromkeys(ids))
 
 
