@@ -1,5 +1,7 @@
 """Named errors of the Redis edge; the driver's own don't leave `connection.py`."""
 
+import re
+
 from worker.errors import PagemillError
 
 
@@ -16,7 +18,9 @@ class ServerError(StreamsError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
-        self.code = message.split(" ", 1)[0]
+        # Redis 6.2 wraps what a command in a script answered: "ERR Error running script (...): ... -OOM command ..."
+        inner = re.search(r"-([A-Z]{2,}) ", message) if message.startswith("ERR Error running script") else None
+        self.code = inner[1] if inner else message.split(" ", 1)[0]
 
     @property
     def is_passing(self) -> bool:

@@ -1,0 +1,187 @@
+"""How a job leaves a worker: settled, dropped or handed over, and nothing of it while another owns it."""
+
+import pytest
+
+from tests.wire.resp import RespClient
+from tests.wire.workers import LEASE_MS, MakeWorker, TestWorker, push
+from worker.errors import ErrorCode, JobError
+from worker.streams.keys import HANDOVER
+from worker.streams.leases import Entry
+from worker.streams.outcomes import fetch_prompt
+from worker.streams.scripts import SettleStatus
+
+
+async def running(worker: TestWorker, **fields: str) -> Entry:
+    """A job of this worker that is opened."""
+    await push(worker, **({"id": "a", "prompt": "x"} | fields))
+    (entry,) = await worker.take(1)
+    await worker.open(entry)
+    return entry
+
+
+async def test_settling_takes_the_entry_off_and_lets_the_reply_expire(make_worker: MakeWorker, raw: RespClient) -> None:
+    worker = make_worker("w")
+    entry = await running(worker, result_ttl_ms="9000")
+    raw.call("SET", worker.keys.cancel("a"), "late", "EX", 86400)
+    status = await worker.outcomes.settle(worker.envelope(entry), "done", record={"usage": "{}"})
+    assert status is SettleStatus.DONE
+    assert raw.call("XLEN", worker.keys.jobs("normal")) == 0
+    assert raw.pending(worker.keys.jobs("normal")) == {}
+    assert raw.call("EXISTS", worker.keys.cancel("a")) == 0
+    record = raw.hash(worker.keys.state("a"))
+    assert (record["status"], record["usage"]) == ("done", "{}")
+    for key in (worker.keys.reply("a"), worker.keys.state("a")):
+        assert 0 < raw.call("PTTL", key) <= 9000
+    assert not worker.leases.is_held(entry.key)
+
+
+async def test_settling_again_after_a_lost_answer_finds_it_gone(make_worker: MakeWorker) -> None:
+    worker = make_worker("w")
+    entry = await running(worker)
+    worker.commands.lose_after = True
+    assert await worker.outcomes.settle(worker.envelope(entry), "done") is SettleStatus.GONE
+
+
+async def test_settling_what_another_owns_touches_nothing(make_worker: MakeWorker, raw: RespClient) -> None:
+    """XACK itself checks no owner: a stale worker's exit would lose the job."""
+    stale, owner = make_worker("stale"), make_worker("owner")
+    entry = await running(stale)
+    raw.call("XCLAIM", stale.keys.jobs("normal"), "workers", "owner", 0, entry.entry_id)
+    raw.call("SET", stale.keys.cancel("a"), "x")
+    assert await stale.outcomes.settle(stale.envelope(entry), "done") is SettleStatus.OTHER
+    assert raw.pending(stale.keys.jobs("normal"))[entry.entry_id][0] == "owner"
+    assert raw.hash(stale.keys.state("a"))["status"] == "running"
+    assert raw.call("EXISTS", stale.keys.cancel("a")) == 1
+    assert await owner.outcomes.settle(owner.envelope(entry), "done") is SettleStatus.DONE
+
+
+async def test_a_settled_jobs_prompt_is_removed_unless_a_dead_letter_names_it(
+    make_worker: MakeWorker, raw: RespClient
+) -> None:
+    worker = make_worker("w")
+    for keep in (True, False):
+        await push(worker, prompt_ref="big")
+        (entry,) = await worker.take(1)
+        raw.call("SET", worker.keys.prompt("big"), "x")
+        await worker.outcomes.settle(worker.envelope(entry), "bad_request", keep_prompt=keep)
+        assert raw.call("EXISTS", worker.keys.prompt("big")) == keep
+
+
+async def test_a_prompt_ref_can_not_name_another_key(make_worker: MakeWorker, raw: RespClient) -> None:
+    """A free key name would let a client have any key of the slot read and deleted."""
+    worker = make_worker("w")
+    await push(worker, prompt_ref=worker.keys.jobs("normal"))
+    (entry,) = await worker.take(1)
+    envelope = worker.envelope(entry)
+    assert envelope.prompt_ref is None
+    assert envelope.error is not None
+    await worker.outcomes.settle(envelope, "bad_request")
+    assert raw.call("TYPE", worker.keys.jobs("normal")) == b"stream"
+
+
+async def test_a_job_whose_entry_was_deleted_under_us_still_gets_its_outcome(
+    make_worker: MakeWorker, raw: RespClient
+) -> None:
+    worker = make_worker("w")
+    entry = await running(worker)
+    raw.call("XACK", worker.keys.jobs("normal"), "workers", entry.entry_id)
+    raw.call("XDEL", worker.keys.jobs("normal"), entry.entry_id)
+    assert await worker.outcomes.settle(worker.envelope(entry), "done") is SettleStatus.GONE
+    assert raw.hash(worker.keys.state("a"))["status"] == "done"
+    assert raw.call("PTTL", worker.keys.reply("a")) <= worker.envelope(entry).result_ttl_ms
+
+
+async def test_settling_a_job_without_a_record_makes_none(make_worker: MakeWorker, raw: RespClient) -> None:
+    """A hash without expiry would stay for ever."""
+    worker = make_worker("w")
+    await push(worker, id="a", prompt="x")
+    (entry,) = await worker.take(1)
+    await worker.outcomes.settle(worker.envelope(entry), "abandoned")
+    assert raw.call("EXISTS", worker.keys.state("a")) == 0
+
+
+async def test_dropping_a_duplicate_leaves_everything_of_the_first(make_worker: MakeWorker, raw: RespClient) -> None:
+    worker = make_worker("w")
+    first = await running(worker, prompt_ref="big", prompt="")
+    raw.call("SET", worker.keys.prompt("big"), "x")
+    await push(worker, id="a", prompt_ref="big")
+    (second,) = await worker.take(1)
+    assert await worker.outcomes.drop(second)
+    assert raw.call("EXISTS", worker.keys.prompt("big"), worker.keys.state("a"), worker.keys.reply("a")) == 3
+    assert list(raw.pending(worker.keys.jobs("normal"))) == [first.entry_id]
+    assert raw.call("XLEN", worker.keys.jobs("normal")) == 1
+
+
+async def test_only_the_owner_drops(make_worker: MakeWorker, raw: RespClient) -> None:
+    worker = make_worker("w")
+    entry = await running(worker)
+    assert not await make_worker("other").outcomes.drop(entry)
+    assert raw.call("XLEN", worker.keys.jobs("normal")) == 1
+
+
+async def test_a_peer_takes_a_handed_over_job_at_once_with_its_body(make_worker: MakeWorker, raw: RespClient) -> None:
+    giver, peer = make_worker("giver"), make_worker("peer")
+    entry = await running(giver)
+    assert await giver.outcomes.hand_over(giver.envelope(entry))
+    assert raw.hash(giver.keys.state("a"))["status"] == "queued"
+    assert raw.events(giver.keys.control)[-1][1] == {"op": "reclaim"}
+    (taken,) = await peer.source.reclaim(8)
+    assert (taken.key, taken.fields, taken.deliveries) == (entry.key, entry.fields, 1)
+    assert raw.pending(giver.keys.jobs("normal"))[entry.entry_id][0] == "peer"
+
+
+async def test_a_handed_over_job_may_have_to_wait(make_worker: MakeWorker, raw: RespClient) -> None:
+    """What ends the ping-pong of jobs that nobody may run yet."""
+    giver, peer = make_worker("giver"), make_worker("peer")
+    entry = await running(giver)
+    assert await giver.outcomes.hand_over(giver.envelope(entry), wait_ms=LEASE_MS // 2)
+    assert raw.call("EXISTS", giver.keys.control) == 0
+    _, consumer, idle_ms, _ = raw.call("XPENDING", giver.keys.jobs("normal"), "workers", "-", "+", 1)[0]
+    assert consumer.decode() == HANDOVER
+    assert LEASE_MS // 2 <= idle_ms < LEASE_MS
+    assert await peer.source.reclaim(8) == []
+
+
+async def test_handing_over_a_job_that_was_never_opened_makes_no_record(
+    make_worker: MakeWorker, raw: RespClient
+) -> None:
+    worker = make_worker("w")
+    await push(worker, id="a", prompt="x")
+    (entry,) = await worker.take(1)
+    assert await worker.outcomes.hand_over(worker.envelope(entry))
+    assert raw.call("EXISTS", worker.keys.state("a")) == 0
+
+
+async def test_only_the_owner_hands_over(make_worker: MakeWorker, raw: RespClient) -> None:
+    stale = make_worker("stale")
+    entry = await running(stale)
+    raw.call("XCLAIM", stale.keys.jobs("normal"), "workers", "owner", 0, entry.entry_id)
+    assert not await stale.outcomes.hand_over(stale.envelope(entry))
+    assert raw.pending(stale.keys.jobs("normal"))[entry.entry_id][0] == "owner"
+    assert raw.hash(stale.keys.state("a"))["status"] == "running"
+
+
+async def test_a_large_prompt_is_fetched_by_name(make_worker: MakeWorker, raw: RespClient) -> None:
+    worker = make_worker("w")
+    raw.call("SET", worker.keys.prompt("big"), b"\xffany bytes")
+    assert await fetch_prompt(worker.commands, worker.keys, "big", 1000) == b"\xffany bytes"
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ((), ErrorCode.BAD_REQUEST),
+        (("SET", ""), ErrorCode.BAD_REQUEST),
+        (("LPUSH", "x"), ErrorCode.BAD_REQUEST),
+        (("SET", "x" * 1001), ErrorCode.PAYLOAD_TOO_LARGE),
+    ],
+)
+async def test_a_large_prompt_that_can_not_be_used_is_refused_by_name(
+    make_worker: MakeWorker, raw: RespClient, command: tuple[str, ...], code: ErrorCode
+) -> None:
+    worker = make_worker("w")
+    if command:
+        raw.call(command[0], worker.keys.prompt("big"), *command[1:])
+    with pytest.raises(JobError, match="prompt_ref big") as caught:
+        await fetch_prompt(worker.commands, worker.keys, "big", 1000)
+    assert caught.value.code is code
