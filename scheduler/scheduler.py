@@ -19,9 +19,9 @@ from scheduler.sequence import Sequence, SequenceStatus
 from scheduler.step_adder import StepAdder
 from scheduler.stopping import finish_reason
 
-# So many may be admitted past a waiting sequence that doesn't fit; then they wait behind it.
+# So many sequences may be admitted past one that doesn't fit; then they wait behind it.
 MAX_PASSES = 32
-# So many that don't fit are looked past in one step: each may cost a walk through the prefix cache.
+# So many that don't fit are passed in one step: each may cost a walk through the prefix cache.
 MAX_PASSED = 8
 
 
@@ -212,15 +212,15 @@ class Scheduler:
         for seq in self.waiting:
             if adder.num_tokens_left == 0 or len(self.running) == self.config.max_num_seqs:
                 break
+            if len(passed) == MAX_PASSED or any(other.num_passes == MAX_PASSES for other in passed):
+                break
             if adder.try_admit(seq, is_alone=len(self.running) == 0):
                 admitted.append(seq)
                 self.running.add(seq)
                 for other in passed:
                     other.num_passes += 1
-                continue
-            passed.append(seq)
-            if seq.num_passes >= MAX_PASSES or len(passed) == MAX_PASSED:
-                break
+            else:
+                passed.append(seq)
         for seq in admitted:
             self.waiting.remove(seq)
             seq.status = SequenceStatus.RUNNING

@@ -1,0 +1,163 @@
+"""Plays the model runner for the scheduler's tests: strict about what it is told, and with a memory.
+
+Its KV memory keeps, in each slot, a fingerprint of all tokens up to that position. Before a token is drawn, every
+slot of the sequence must hold the fingerprint of its own prefix: a block that was freed too early, shared wrongly or
+served to another prompt shows at once. Its model draws the next token from the fingerprint, so what a sequence should
+generate can be told without any scheduler.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from zlib import crc32
+
+from scheduler import ModelRunnerOutput, Scheduler, SchedulerOutput, Sequence, SequenceOutput
+from scheduler.invariants import check
+
+VOCAB_SIZE = 50
+
+
+def fingerprint(root: str, token_ids: Iterable[int]) -> list[int]:
+    """Of each prefix of `token_ids`, the empty one first."""
+    prints = [crc32(root.encode())]
+    for token_id in token_ids:
+        prints.append(hash((prints[-1], token_id)))
+    return prints
+
+
+def draw(print_: int) -> int:
+    """The token that the made-up model generates after a prefix."""
+    return print_ % VOCAB_SIZE
+
+
+def generate(root: str, token_ids: Iterable[int], num_tokens: int) -> list[int]:
+    """What the made-up model generates for a prompt, computed on its own."""
+    print_ = fingerprint(root, token_ids)[-1]
+    generated = []
+    for _ in range(num_tokens):
+        generated.append(draw(print_))
+        print_ = hash((print_, generated[-1]))
+    return generated
+
+
+@dataclass
+class Row:
+    """What the runner keeps of one sequence."""
+
+    prints: list[int]
+    block_ids: list[int]
+    num_computed_tokens: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prints) - 1
+
+
+class FakeRunner:
+    """Executes steps. `root_of` gives what a sequence's KV depends on beside its tokens (its adapter, say)."""
+
+    def __init__(self, block_size: int, root_of: Callable[[str], str] = lambda seq_id: "") -> None:
+        self.block_size = block_size
+        self.rows: dict[str, Row] = {}
+        self.num_tokens = 0
+        self._root_of = root_of
+        self._memory: dict[tuple[int, int], int] = {}
+
+    def execute(self, output: SchedulerOutput, failing: dict[str, str] | None = None) -> ModelRunnerOutput:
+        """Do a step as the order in SchedulerOutput's docstring says; `failing` rows draw no token."""
+        failing = failing or {}
+        for seq_id in output.removed_ids:
+            del self.rows[seq_id]
+        for new in output.new_rows:
+            assert new.seq_id not in self.rows, f"{new.seq_id} is new, but has a row"
+            self.rows[new.seq_id] = Row(fingerprint(self._root_of(new.seq_id), new.token_ids), list(new.block_ids))
+        written: set[tuple[int, int]] = set()
+        sampled = {}
+        for chunk in output.chunks:
+            row = self.rows[chunk.seq_id]
+            end = chunk.start + chunk.num_tokens
+            assert row.num_computed_tokens in (None, chunk.start), f"{chunk} of {row} leaves a gap"
+            row.block_ids += chunk.new_block_ids
+            assert chunk.num_tokens >= 1
+            assert 0 <= len(row.block_ids) * self.block_size - end < self.block_size, f"{chunk} has {row.block_ids}"
+            for position in range(chunk.start, end):
+                slot = self._slot(row, position)
+                assert slot not in written, f"{slot} is written twice in step {output.step}"
+                written.add(slot)
+                self._memory[slot] = row.prints[position + 1]
+            row.num_computed_tokens = end
+            self.num_tokens += chunk.num_tokens
+            assert chunk.is_sampled == (end == row.num_tokens), f"{chunk} of a row with {row.num_tokens} tokens"
+        for chunk in output.chunks:
+            if chunk.is_sampled and chunk.seq_id not in failing:
+                row = self.rows[chunk.seq_id]
+                self._verify(chunk.seq_id, row)
+                sampled[chunk.seq_id] = draw(row.prints[-1])
+                row.prints.append(hash((row.prints[-1], sampled[chunk.seq_id])))
+        assert len({chunk.seq_id for chunk in output.chunks}) == len(output.chunks), "a sequence has two chunks"
+        return ModelRunnerOutput(sampled, failing)
+
+    def _slot(self, row: Row, position: int) -> tuple[int, int]:
+        return row.block_ids[position // self.block_size], position % self.block_size
+
+    def _verify(self, seq_id: str, row: Row) -> None:
+        for position in range(row.num_tokens):
+            held = self._memory.get(self._slot(row, position))
+            assert held == row.prints[position + 1], f"{seq_id} reads somebody else's KV at position {position}"
+
+
+class Driver:
+    """A scheduler, a runner and a clock of one second a step, stepped with all invariants checked."""
+
+    def __init__(self, scheduler: Scheduler, root_of: Callable[[str], str] = lambda seq_id: "") -> None:
+        self.scheduler = scheduler
+        self.runner = FakeRunner(scheduler.kv.block_size, root_of)
+        self.now = 0.0
+        self.generated: dict[str, list[int]] = {}
+        self.ends: dict[str, SequenceOutput] = {}
+        self.last_output: SchedulerOutput | None = None
+
+    def add(self, *seqs: Sequence) -> None:
+        for seq in seqs:
+            self.scheduler.add(seq)
+            self.generated[seq.seq_id] = []
+
+    def step(
+        self, failing: dict[str, str] | None = None, between: Callable[[SchedulerOutput], None] | None = None
+    ) -> list[SequenceOutput]:
+        """One step; `between` is called after schedule() and before update()."""
+        scheduler = self.scheduler
+        self.now += 1
+        output = self.last_output = scheduler.schedule(self.now)
+        check(scheduler)
+        assert output.num_tokens <= scheduler.config.max_num_batched_tokens
+        assert output.chunks or not (scheduler.running or scheduler.waiting), "a step with work computes nothing"
+        runner_output = self.runner.execute(output, failing)
+        if between is not None:
+            between(output)
+            check(scheduler)
+        outputs = scheduler.update(output, runner_output, self.now)
+        check(scheduler)
+        for seq_output in outputs:
+            assert seq_output.seq_id not in self.ends, f"{seq_output.seq_id} speaks after its end"
+            self.generated[seq_output.seq_id] += seq_output.new_token_ids
+            if seq_output.finish_reason is not None:
+                self.ends[seq_output.seq_id] = seq_output
+        return outputs
+
+    def run(self, max_steps: int = 10_000) -> int:
+        """Step until there is no work left; the number of steps."""
+        for num_steps in range(max_steps):
+            if not self.scheduler.has_work:
+                assert not self.runner.rows, f"the runner still has {list(self.runner.rows)}"
+                return num_steps
+            self.step()
+        raise AssertionError(f"there is work left after {max_steps} steps")
+
+    def num_tokens_by_id(self) -> dict[str, int]:
+        """What the last step computed, in its order."""
+        assert self.last_output is not None
+        return {chunk.seq_id: chunk.num_tokens for chunk in self.last_output.chunks}
+
+    def num_blocks_by_id(self) -> dict[str, int]:
+        """Blocks held now, best protected first."""
+        return {seq.seq_id: len(seq.block_table) for seq in self.scheduler.running}

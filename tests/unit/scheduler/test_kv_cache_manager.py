@@ -1,0 +1,174 @@
+"""Slots for chunks, and release; then any order of such calls, against a model that keeps nothing but token lists."""
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from scheduler.config import CacheConfig
+from scheduler.kv_cache_manager import KVCacheManager
+from scheduler.sampling_params import SamplingParams
+from scheduler.sequence import Sequence
+
+NUM_BLOCKS = 10
+BLOCK_SIZE = 2
+
+
+def make(seq_id: str, tokens: list[int], tenant: str = "") -> Sequence:
+    return Sequence(seq_id, tokens, SamplingParams(), tenant=tenant)
+
+
+def test_blocks_are_added_only_when_the_last_one_is_full() -> None:
+    kv = KVCacheManager(CacheConfig(num_blocks=10, block_size=4))
+    seq = make("a", [0] * 20)
+    table = [(3, (0,)), (1, ()), (1, (1,)), (3, ()), (9, (2, 3, 4))]
+    for num_tokens, block_ids in table:
+        assert kv.allocate_slots(seq, num_tokens) == block_ids
+        seq.num_computed_tokens += num_tokens
+    assert seq.block_table.block_ids() == (0, 1, 2, 3, 4)
+    assert (kv.num_owned_blocks, kv.num_available_blocks) == (5, 5)
+
+
+def test_what_does_not_fit_is_refused_whole() -> None:
+    kv = KVCacheManager(CacheConfig(num_blocks=3, block_size=4))
+    seq = make("a", [0] * 20)
+    assert kv.allocate_slots(seq, 13) is None
+    assert (len(seq.block_table), kv.num_available_blocks) == (0, 3)
+    assert kv.allocate_slots(seq, 12) == (0, 1, 2)
+    seq.num_computed_tokens = 12
+    assert kv.allocate_slots(seq, 1) is None
+    kv.free(seq)
+    assert (len(seq.block_table), seq.num_computed_tokens, kv.num_available_blocks) == (0, 0, 3)
+
+
+def test_only_a_sequence_without_blocks_takes_a_prefix() -> None:
+    kv = KVCacheManager(CacheConfig(num_blocks=3, block_size=4))
+    seq = make("a", [0] * 20)
+    kv.allocate_slots(seq, 4)
+    with pytest.raises(AssertionError, match="has blocks already"):
+        kv.take_prefix(seq, [])
+
+
+def test_the_manager_counts_what_it_was_asked_for_and_what_it_found() -> None:
+    kv = KVCacheManager(CacheConfig(num_blocks=9, block_size=4))
+    first = make("a", [0] * 9)
+    kv.take_prefix(first, kv.find_prefix(first))
+    kv.allocate_slots(first, 9)
+    first.num_computed_tokens = 9
+    kv.seal_full_blocks(first)
+    second = make("b", [0] * 10)
+    kv.take_prefix(second, kv.find_prefix(second))
+    assert (kv.num_queried_tokens, kv.num_hit_tokens) == (19, 8)
+    assert [block.ref_cnt for block in second.block_table] == [2, 2]
+
+
+class KVCacheMachine(RuleBasedStateMachine):
+    """Begins, grows, fails and frees sequences over few blocks and few tokens, so that prefixes meet all the time.
+
+    `written` is the model: what each block would hold, told by what the sequences have computed into it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seqs: list[Sequence] = []
+        self.written: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self.num_started = 0
+
+    @initialize(is_hash_constant=st.booleans(), is_caching=st.booleans())
+    def start(self, is_hash_constant: bool, is_caching: bool) -> None:
+        config = CacheConfig(NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=is_caching)
+        self.kv = KVCacheManager(config, lambda _, tokens: 7) if is_hash_constant else KVCacheManager(config)
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12), tenant=st.sampled_from(["", "t"]))
+    def begin(self, tokens: list[int], tenant: str) -> None:
+        """Admit a sequence with what the cache has of it, and compute the rest if it fits."""
+        self.num_started += 1
+        seq = make(f"s{self.num_started}", tokens, tenant)
+        hit = self.kv.find_prefix(seq)
+        assert len(hit) * BLOCK_SIZE < len(tokens)
+        self.kv.take_prefix(seq, hit)
+        self.seqs.append(seq)
+        for position in range(seq.num_computed_tokens):
+            assert self.written[self.slot(seq, position)] == self.prefix(seq, position), "a hit on another prefix"
+        self.compute(seq, len(tokens) - seq.num_computed_tokens)
+
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5))
+    def append(self, data: st.DataObject, tokens: list[int]) -> None:
+        """Tokens become known and are computed, those before them too if they did not fit then."""
+        seq = data.draw(st.sampled_from(self.seqs))
+        seq.token_ids.extend(tokens)
+        self.compute(seq, seq.num_tokens - seq.num_computed_tokens)
+
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data(), is_discarded=st.booleans())
+    def end(self, data: st.DataObject, is_discarded: bool) -> None:
+        seq = data.draw(st.sampled_from(self.seqs))
+        self.seqs.remove(seq)
+        if is_discarded:
+            self.kv.discard(seq)
+        else:
+            self.kv.free(seq)
+
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        """Free a sequence and take it back at once: it may find its own blocks."""
+        seq = data.draw(st.sampled_from(self.seqs))
+        self.kv.free(seq)
+        seq.num_preemptions += 1
+        self.kv.take_prefix(seq, self.kv.find_prefix(seq))
+        assert seq.num_computed_tokens < seq.num_tokens
+        self.compute(seq, seq.num_tokens - seq.num_computed_tokens)
+
+    def compute(self, seq: Sequence, num_tokens: int) -> None:
+        num_needed = -(-(seq.num_computed_tokens + num_tokens) // BLOCK_SIZE) - len(seq.block_table)
+        num_free = self.kv.num_available_blocks
+        new_ids = self.kv.allocate_slots(seq, num_tokens)
+        assert (new_ids is None) == (num_needed > num_free)
+        if new_ids is None:
+            return
+        assert len(new_ids) == max(0, num_needed)
+        for position in range(seq.num_computed_tokens, seq.num_computed_tokens + num_tokens):
+            self.written[self.slot(seq, position)] = self.prefix(seq, position)
+        seq.num_computed_tokens += num_tokens
+        self.kv.seal_full_blocks(seq)
+
+    def slot(self, seq: Sequence, position: int) -> tuple[int, int]:
+        return seq.block_table[position // BLOCK_SIZE].block_id, position % BLOCK_SIZE
+
+    def prefix(self, seq: Sequence, position: int) -> tuple[Any, ...]:
+        return (seq.tenant, *seq.token_ids[: position + 1])
+
+    @invariant()
+    def every_sequence_reads_its_own_tokens(self) -> None:
+        for seq in self.seqs:
+            for position in range(seq.num_computed_tokens):
+                assert self.written[self.slot(seq, position)] == self.prefix(seq, position)
+
+    @invariant()
+    def references_are_those_of_the_tables(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        owned = [block.block_id for seq in self.seqs for block in seq.block_table]
+        free = {block.block_id for block in self.kv.pool.free_list()}
+        assert len(free) == self.kv.num_available_blocks
+        for block in self.kv.pool.blocks:
+            assert block.ref_cnt == owned.count(block.block_id)
+            assert (block.block_id in free) == (block.ref_cnt == 0)
+
+    @invariant()
+    def the_cache_and_the_blocks_agree(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        contents = {block.block_id: block.hash for block in self.kv.pool.blocks if block.content is not None}
+        entries = {} if self.kv.prefix_cache is None else dict(self.kv.prefix_cache.items())
+        assert {block.block_id: key for key, block in entries.items()} == contents
+        num_cached = sum(block.content is not None for block in self.kv.pool.free_list())
+        assert num_cached == self.kv.pool.num_free_cached
+
+
+KVCacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, print_blob=True)
+test_any_order_of_calls_keeps_blocks_and_cache_consistent = KVCacheMachine.TestCase

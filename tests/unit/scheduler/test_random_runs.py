@@ -1,0 +1,219 @@
+"""Long random lives of the real scheduler, with all invariants after every call and every token checked."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from scheduler import CacheConfig, FinishReason, SamplingParams, Scheduler, SchedulerConfig, SchedulerOutput, Sequence
+from scheduler.kv_cache_manager import KVCacheManager
+from scheduler.prefix_cache import chain_hash
+from scheduler.sequence import SequenceStatus
+from tests.unit.scheduler.fake_runner import VOCAB_SIZE, Driver, generate
+
+EOS = 3
+STOP = 5
+TENANTS = ("red", "blue")
+
+
+@dataclass(frozen=True)
+class Params:
+    """One kind of load. `load` is how many sequences are kept alive at once."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    budget: int
+    load: int
+    is_caching: bool = True
+    is_hash_constant: bool = False
+    num_priorities: int = 1
+
+    @property
+    def max_num_tokens(self) -> int:
+        return min(120, self.num_blocks * self.block_size)
+
+
+PARAMS = [
+    Params(num_blocks=8, block_size=4, max_num_seqs=8, budget=16, load=6),
+    Params(num_blocks=12, block_size=8, max_num_seqs=16, budget=24, load=12, num_priorities=3),
+    Params(num_blocks=16, block_size=2, max_num_seqs=8, budget=7, load=8),
+    Params(num_blocks=24, block_size=4, max_num_seqs=32, budget=40, load=24, is_caching=False),
+    Params(num_blocks=32, block_size=4, max_num_seqs=32, budget=5, load=16, num_priorities=2),
+    Params(num_blocks=32, block_size=1, max_num_seqs=8, budget=33, load=8),
+    Params(num_blocks=48, block_size=2, max_num_seqs=64, budget=128, load=40, is_hash_constant=True),
+    Params(num_blocks=64, block_size=4, max_num_seqs=16, budget=32, load=20, num_priorities=5),
+    Params(num_blocks=64, block_size=4, max_num_seqs=64, budget=512, load=32),
+    Params(num_blocks=64, block_size=2, max_num_seqs=24, budget=20, load=24, num_priorities=2),
+    Params(num_blocks=10, block_size=8, max_num_seqs=10, budget=40, load=12, num_priorities=3),
+    Params(num_blocks=40, block_size=3, max_num_seqs=20, budget=50, load=24, is_caching=False),
+]
+
+# What must have happened in a run, or it has shown nothing.
+EVENTS = {
+    "preempted", "aborted fresh", "aborted preempted", "aborted prefilling", "aborted decoding", "aborted in a step",
+    "ended by eos", "ended by stop", "ended by length", "ended by error", "resumed", "ended on arrival",
+}  # fmt: skip
+CACHE_EVENTS = {"hit", "evicted"}
+
+
+class RandomLife:
+    """Adds, aborts, fails and finishes sequences at random, and keeps the tokens that each of them must give."""
+
+    def __init__(self, params: Params, seed: int) -> None:
+        self.params = params
+        self.rng = random.Random(seed)
+        self.events: Counter[str] = Counter()
+        self.alive: dict[str, Sequence] = {}
+        self.expected: dict[str, list[int]] = {}
+        self.aborted: set[str] = set()
+        self.failed: set[str] = set()
+        self.num_added = 0
+        # Few beginnings, so that sequences meet in the prefix cache.
+        self.beginnings = [[self.rng.randrange(VOCAB_SIZE) for _ in range(40)] for _ in range(3)]
+        config = SchedulerConfig(params.max_num_tokens, params.max_num_seqs, params.budget, frozenset({EOS}))
+        cache = CacheConfig(params.num_blocks, params.block_size, enable_prefix_caching=params.is_caching)
+        kv = KVCacheManager(cache, (lambda _, tokens: 7) if params.is_hash_constant else chain_hash)
+        # The model of one tenant is not that of the other: a shared block would change tokens.
+        self.driver = Driver(Scheduler(config, cache, kv), root_of=lambda seq_id: seq_id.split("-")[0])
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            while len(self.alive) < self.params.load and self.rng.random() < 0.5:
+                self.add()
+            if self.alive and self.rng.random() < 0.08:
+                state = self.rng.choice(sorted({self.state(seq) for seq in self.alive.values()}))
+                self.abort(self.rng.choice([name for name, seq in self.alive.items() if self.state(seq) == state]))
+            self.step()
+        while self.driver.scheduler.has_work:
+            self.step()
+        self.check_the_end()
+
+    def add(self) -> None:
+        rng, params = self.rng, self.params
+        tenant = rng.choice(TENANTS)
+        seq_id = f"{tenant}-{self.num_added}"
+        self.num_added += 1
+        num_prompt = min(int(rng.lognormvariate(2.2, 1.0)) + 1, params.max_num_tokens - 1)
+        beginning = rng.choice(self.beginnings)[: rng.randrange(num_prompt + 1)]
+        prompt = beginning + [rng.randrange(VOCAB_SIZE) for _ in range(num_prompt - len(beginning))]
+        num_left = params.max_num_tokens - num_prompt
+        max_tokens = None if rng.random() < 0.05 else min(num_left, int(rng.lognormvariate(2.5, 0.9)) + 1)
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            stop_token_ids=(STOP,) if rng.random() < 0.2 else (),
+            ignore_eos=rng.random() < 0.8,
+        )
+        tokens = self.cut(generate(tenant, prompt, max_tokens or num_left), sampling)
+        num_before = min(rng.randrange(2 * len(tokens)), len(tokens)) if rng.random() < 0.1 else 0
+        self.events["resumed"] += 0 < num_before < len(tokens)
+        self.events["ended on arrival"] += num_before == len(tokens)
+        seq = Sequence(
+            seq_id,
+            prompt,
+            sampling,
+            generated_token_ids=tokens[:num_before],
+            priority=rng.randrange(params.num_priorities),
+            tenant=tenant,
+            arrival_s=self.driver.now,
+            deadline_s=self.driver.now + rng.randrange(200) if rng.random() < 0.3 else None,
+        )
+        self.driver.add(seq)
+        self.alive[seq_id] = seq
+        self.expected[seq_id] = tokens[num_before:]
+
+    @staticmethod
+    def cut(tokens: list[int], sampling: SamplingParams) -> list[int]:
+        """Up to and with the first token that ends the sequence."""
+        for index, token_id in enumerate(tokens):
+            if token_id in sampling.stop_token_ids or (token_id == EOS and not sampling.ignore_eos):
+                return tokens[: index + 1]
+        return tokens
+
+    @staticmethod
+    def state(seq: Sequence) -> str:
+        if seq.status is SequenceStatus.RUNNING:
+            return "prefilling" if seq.num_tokens - seq.num_computed_tokens > 1 else "decoding"
+        return "preempted" if seq.num_preemptions else "fresh"
+
+    def abort(self, seq_id: str) -> None:
+        self.events[f"aborted {self.state(self.alive.pop(seq_id))}"] += 1
+        assert self.driver.scheduler.abort(seq_id)
+        assert not self.driver.scheduler.abort(seq_id)
+        self.aborted.add(seq_id)
+
+    def step(self) -> None:
+        scheduler, rng = self.driver.scheduler, self.rng
+        names_before = self.names()
+        num_preempted = scheduler.stats().num_preemptions_recompute
+        failing = {}
+        if len(scheduler.running) > 1 and rng.random() < 0.01:
+            failing[rng.choice([seq.seq_id for seq in scheduler.running])] = "no number to choose from"
+
+        def between(output: SchedulerOutput) -> None:
+            self.events["preempted"] += scheduler.stats().num_preemptions_recompute - num_preempted
+            self.events["hit"] += sum(chunk.start > 0 for chunk in output.chunks if self.is_new(output, chunk.seq_id))
+            self.events["evicted"] += len(names_before - self.names())
+            if output.chunks and rng.random() < 0.02:
+                seq_id = rng.choice(output.chunks).seq_id
+                self.abort(seq_id)
+                self.events["aborted in a step"] += 1
+
+        for seq_output in self.driver.step(failing, between):
+            if seq_output.finish_reason is not None:
+                del self.alive[seq_output.seq_id]
+                self.events[f"ended by {seq_output.finish_reason}"] += 1
+                if seq_output.finish_reason is FinishReason.ERROR:
+                    self.failed.add(seq_output.seq_id)
+
+    @staticmethod
+    def is_new(output: SchedulerOutput, seq_id: str) -> bool:
+        return any(row.seq_id == seq_id for row in output.new_rows)
+
+    def names(self) -> set[int]:
+        blocks = self.driver.scheduler.kv.pool.blocks
+        return {block.content.name for block in blocks if block.content is not None}
+
+    def check_the_end(self) -> None:
+        """Everyone has ended once, with exactly its own tokens; those that were cut short, with the first of them."""
+        driver = self.driver
+        assert not self.alive
+        assert not driver.runner.rows
+        assert len(driver.ends) + len(self.aborted) == self.num_added
+        for seq_id, expected in self.expected.items():
+            generated = driver.generated[seq_id]
+            if seq_id in self.aborted | self.failed:
+                assert generated == expected[: len(generated)], seq_id
+            else:
+                assert generated == expected, seq_id
+        for seq_id, end in driver.ends.items():
+            assert seq_id not in self.aborted
+            assert end.stats is not None
+            assert end.stats.num_generated_tokens >= len(driver.generated[seq_id])
+        stats = driver.scheduler.stats()
+        assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
+
+
+def live(params: Params, seed: int, num_steps: int) -> None:
+    """Run, and let any failure tell how to see it again."""
+    life = RandomLife(params, seed)
+    try:
+        life.run(num_steps)
+        missing = {event for event in EVENTS | (CACHE_EVENTS if params.is_caching else set()) if not life.events[event]}
+        assert not missing, f"this run has not seen it all: {dict(life.events)}"
+    except AssertionError as error:
+        error.add_note(f"RandomLife({params}, seed={seed}).run({num_steps}) at step {life.driver.now:.0f}")
+        raise
+
+
+@pytest.mark.parametrize("index", [0, 3, 6, 7])
+def test_a_random_life_keeps_every_invariant_and_every_token(index: int) -> None:
+    live(PARAMS[index], random.randrange(10**6), num_steps=4_000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1_200)
+@pytest.mark.parametrize("index", range(len(PARAMS)))
+def test_a_long_random_life_keeps_every_invariant_and_every_token(index: int) -> None:
+    live(PARAMS[index], random.randrange(10**6), num_steps=20_000)
