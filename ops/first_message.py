@@ -37,8 +37,9 @@ async def show_start(settings: Settings, message: str | None, metrics_url: str |
 async def _exchange(settings: Settings, message: str) -> None:
     click.echo(f"> {message}")
     client = AsyncClient(_url(settings), settings.queue)
+    messages = [{"role": "user", "content": message}]
     try:
-        reply = await print_reply(client, await client.submit([{"role": "user", "content": message}]))
+        reply = await print_reply(client, await client.submit(messages, temperature=0))
         if reply.error is not None:
             click.echo("the first message failed: {}: {}".format(*reply.error), err=True)
     except PagemillError as error:

@@ -56,7 +56,10 @@ def command(
     if not run_on_link(url, lambda link: _count_workers(link, settings.queue)):
         click.echo(f"No worker serves queue {settings.queue} now; the job waits for one. Ctrl-C cancels it.", err=True)
     prompt = text if raw else _chat(system, text)
-    reply = asyncio.run(_send(url, settings.queue, prompt, {"job_id": job_id, "lane": lane, **job}))
+    try:
+        reply = asyncio.run(_send(url, settings.queue, prompt, {"job_id": job_id, "lane": lane, **job}))
+    except KeyboardInterrupt:
+        ctx.exit(130)
     if reply.error is not None:
         code, message = reply.error
         click.echo(f"pagemill: the job failed: {code}: {message}", err=True)
@@ -72,7 +75,7 @@ async def _send(url: str, queue: str, prompt: Prompt, job: dict[str, Any]) -> Re
             return await print_reply(client, job_id)
         except asyncio.CancelledError:
             await client.cancel(job_id)
-            click.echo(f"\ncancelled {job_id}", err=True)
+            click.echo(f"\npagemill: cancelled {job_id}", err=True)
             raise
     finally:
         await client.aclose()

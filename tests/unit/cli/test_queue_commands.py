@@ -103,7 +103,7 @@ def test_ctrl_c_cancels_the_job(server: Server, server_url: str) -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (130, "")
-    assert "cancelled mine" in err.splitlines()
+    assert err.splitlines()[-1] == "pagemill: cancelled mine"
     assert server.get(KEYS.cancel("mine")) is not None
 
 
