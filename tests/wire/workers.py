@@ -93,4 +93,11 @@ async def push(worker: TestWorker, lane: str = "normal", **fields: str) -> str:
     return str(entry_id.decode())
 
 
+async def eventually(is_true: Callable[[], bool], timeout_s: float = 10) -> None:
+    """Waits for something that another task or the server brings about."""
+    async with asyncio.timeout(timeout_s):
+        while not is_true():
+            await asyncio.sleep(0.002)
+
+
 MakeWorker = Callable[[str], TestWorker]

@@ -1,0 +1,136 @@
+"""Leases: what is held is renewed, what is not ours any more is told once, and a silent worker loses its jobs."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from tests.wire.resp import RespClient
+from tests.wire.workers import LEASE_MS, MakeWorker, TestWorker, eventually, push
+from worker.streams.leases import Entry, Loss
+
+
+def idle_ms(raw: RespClient, worker: TestWorker) -> dict[str, int]:
+    """Idle time of each pending entry of the normal lane."""
+    answer = raw.call("XPENDING", worker.keys.jobs("normal"), "workers", "-", "+", 1000)
+    return {entry_id.decode(): idle for entry_id, _, idle, _ in answer}
+
+
+async def hold(worker: TestWorker, raw: RespClient, num: int) -> list[Entry]:
+    """Entries that have been idle for almost a lease."""
+    for _ in range(num):
+        await push(worker)
+    entries = await worker.take(num, room=num)
+    for entry in entries:
+        options = ("IDLE", LEASE_MS * 3 // 4, "JUSTID")
+        raw.call("XCLAIM", worker.keys.jobs("normal"), "workers", worker.name, 0, entry.entry_id, *options)
+    return entries
+
+
+async def test_renewing_covers_everything_held_and_counts_no_delivery(make_worker: MakeWorker, raw: RespClient) -> None:
+    worker = make_worker("w")
+    entries = await hold(worker, raw, 12)
+    await worker.leases.renew()
+    assert all(idle < LEASE_MS // 4 for idle in idle_ms(raw, worker).values())
+    assert {count for _, count in raw.pending(worker.keys.jobs("normal")).values()} == {1}
+    assert len(worker.leases) == len(entries)
+    assert worker.losses == []
+
+
+async def test_a_stale_owner_does_not_steal_its_job_back(make_worker: MakeWorker, raw: RespClient) -> None:
+    """A bare XCLAIM would."""
+    worker = make_worker("w")
+    lost, kept = await hold(worker, raw, 2)
+    raw.call("XCLAIM", worker.keys.jobs("normal"), "workers", "peer", 0, lost.entry_id)
+    await worker.leases.renew()
+    await worker.leases.renew()
+    assert worker.losses == [(lost, Loss.LOST)]
+    assert not worker.leases.is_held(lost.key)
+    assert raw.pending(worker.keys.jobs("normal"))[lost.entry_id][0] == "peer"
+    assert raw.pending(worker.keys.jobs("normal"))[kept.entry_id][0] == "w"
+
+
+async def test_renewing_does_not_recreate_a_settled_entry(make_worker: MakeWorker, raw: RespClient) -> None:
+    worker = make_worker("w")
+    (entry,) = await hold(worker, raw, 1)
+    raw.call("XACK", worker.keys.jobs("normal"), "workers", entry.entry_id)
+    await worker.leases.renew()
+    assert worker.losses == [(entry, Loss.LOST)]
+    assert raw.pending(worker.keys.jobs("normal")) == {}
+
+
+async def test_an_entry_deleted_from_the_stream_is_told_once_and_stays_ours(
+    make_worker: MakeWorker, raw: RespClient, redis_url: str
+) -> None:
+    """It can't come to anybody else. 6.2 doesn't notice, and goes on renewing, which comes to the same."""
+    worker = make_worker("w")
+    (entry,) = await hold(worker, raw, 1)
+    raw.call("XDEL", worker.keys.jobs("normal"), entry.entry_id)
+    await worker.leases.renew()
+    await worker.leases.renew()
+    is_noticed = b"valkey_version" in raw.call("INFO", "server")
+    assert worker.losses == ([(entry, Loss.DELETED)] if is_noticed else [])
+    assert worker.leases.is_held(entry.key)
+
+
+async def test_a_lost_group_loses_all_leases(make_worker: MakeWorker, raw: RespClient) -> None:
+    worker = make_worker("w")
+    entries = await hold(worker, raw, 3)
+    raw.call("XGROUP", "DESTROY", worker.keys.jobs("normal"), "workers")
+    await worker.leases.renew()
+    assert {entry.key for entry, _ in worker.losses} == {entry.key for entry in entries}
+    assert len(worker.leases) == 0
+
+
+async def test_lanes_with_equal_entry_ids_are_held_apart(make_worker: MakeWorker, raw: RespClient) -> None:
+    worker = make_worker("w")
+    raw.pipeline(*[("XADD", worker.keys.jobs(lane), "77-0", "prompt", lane) for lane in ("high", "low")])
+    await worker.take(2)
+    raw.call("XACK", worker.keys.jobs("low"), "workers", "77-0")
+    await worker.leases.renew()
+    assert [(entry.lane, loss) for entry, loss in worker.losses] == [("low", Loss.LOST)]
+    assert worker.leases.is_held(("high", "77-0"))
+
+
+async def test_the_running_renewer_outlives_lost_connections_and_keeps_the_lease(
+    make_worker: MakeWorker, raw: RespClient
+) -> None:
+    worker = make_worker("w")
+    (entry,) = await hold(worker, raw, 1)
+    worker.commands.lose_before = True
+    renewing = asyncio.create_task(worker.leases.run())
+    await eventually(lambda: idle_ms(raw, worker)[entry.entry_id] < LEASE_MS // 4)
+    renewing.cancel()
+    assert worker.losses == []
+
+
+async def test_a_hung_engine_loses_its_leases(make_worker: MakeWorker, raw: RespClient) -> None:
+    """Renewal asks before each round; while the answer is no, a peer takes the job."""
+    worker, peer = make_worker("w"), make_worker("peer")
+    (entry,) = await hold(worker, raw, 1)
+    renewing = asyncio.create_task(worker.leases.run(may_renew=lambda: False))
+    taken: list[Entry] = []
+    async with asyncio.timeout(10):
+        while not taken:
+            taken = await peer.source.reclaim(1)
+            await asyncio.sleep(0.01)
+    renewing.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await renewing
+    assert taken[0].key == entry.key
+    await worker.leases.renew()
+    assert worker.losses == [(entry, Loss.LOST)]
+
+
+@pytest.mark.parametrize("num", [1500])
+async def test_more_entries_than_fit_one_script_call_are_renewed(
+    make_worker: MakeWorker, raw: RespClient, num: int
+) -> None:
+    worker = make_worker("w")
+    raw.pipeline(*[("XADD", worker.keys.jobs("normal"), "*", "prompt", "x")] * num)
+    read = ("XREADGROUP", "GROUP", "workers", "w", "COUNT", num, "STREAMS", worker.keys.jobs("normal"), ">")
+    for _, entries in raw.call(*read):
+        for entry_id, _ in entries:
+            worker.leases.hold(Entry("normal", entry_id.decode(), {}))
+    await worker.leases.renew()
+    assert worker.losses == []
