@@ -96,7 +96,7 @@ async def push(worker: TestWorker, lane: str = "normal", **fields: str) -> str:
 async def eventually(is_true: Callable[[], bool], timeout_s: float = 10) -> None:
     """Waits for something that another task or the server brings about."""
     async with asyncio.timeout(timeout_s):
-        while not is_true():
+        while not is_true():  # noqa: ASYNC110 - what is waited for tells nobody when it happens
             await asyncio.sleep(0.002)
 
 
