@@ -69,7 +69,7 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Take new ids; after a stop string they add nothing."""
-        texts = []
+        texts: list[str] = []
         for count, token_id in enumerate(token_ids):
             if self._stops.is_stopped:
                 return TextDelta("".join(texts), True, count)
@@ -106,7 +106,8 @@ class StopMatcher:
             if matched:
                 self.is_stopped = True
                 end = len(self._kept) + index + 1
-                return (self._kept + text)[: end if self._include_stop else end - matched]
+                known, self._kept = self._kept + text, ""
+                return known[: end if self._include_stop else end - matched]
         known = self._kept + text
         num_settled = len(known) - max(self._states)
         self._kept = known[num_settled:]

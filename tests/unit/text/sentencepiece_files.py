@@ -10,7 +10,7 @@ CORPUS = (
 NUM_MERGES = 120
 
 
-def sentencepiece_metadata(text: str = CORPUS, **changes: Any) -> dict[str, Any]:
+def sentencepiece_metadata(text: str = CORPUS) -> dict[str, Any]:
     """unk, BOS, EOS, 256 byte tokens, then the pieces that plain BPE training finds, best first."""
     words = [["▁", *word] for word in text.replace("  ", " ▁").split(" ")]
     pieces: list[str] = []
@@ -30,7 +30,7 @@ def sentencepiece_metadata(text: str = CORPUS, **changes: Any) -> dict[str, Any]
     scores = [0.0] * 259 + [-float(rank) for rank in range(len(pieces) + len(letters))]
     metadata: dict[str, Any] = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores}
     metadata |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
-    return {f"tokenizer.ggml.{name}": value for name, value in (metadata | changes).items()}
+    return {f"tokenizer.ggml.{name}": value for name, value in metadata.items()}
 
 
 def _merged(word: list[str], pair: str) -> list[str]:
