@@ -14,8 +14,11 @@ import msgpack
 MAX_DEPTH = 32
 # A number of more digits than this means nothing here; Python would spend quadratic time on it.
 MAX_NUMBER_CHARS = 64
-_CONTAINERS = frozenset({dict, list})
-_SCALARS = frozenset({type(None), bool, int, float, str})
+# More lists and maps than this in one level cost seconds to look through and say nothing that a prompt needs.
+MAX_CONTAINERS = 100_000
+_CONTAINERS: frozenset[type] = frozenset({dict, list})
+_LOOKED_INTO: frozenset[type] = _CONTAINERS | {str, float}
+_PLAIN: frozenset[type] = _LOOKED_INTO | {type(None), bool, int}
 
 
 class MalformedError(ValueError):
@@ -66,26 +69,29 @@ def decode_msgpack(data: bytes, max_depth: int = MAX_DEPTH) -> Any:
 
 
 def check_plain(value: Any, max_depth: int = MAX_DEPTH) -> None:
-    """Raises MalformedError unless `value` is plain data, at most `max_depth` containers deep, all text encodable.
+    """Raises MalformedError unless `value` is plain data: known types, finite numbers, text that can be encoded, at
+    most `max_depth` containers deep.
 
-    Level by level, without recursion; a list of numbers costs one pass in C.
+    Level by level, without recursion; a list of whole numbers costs one pass in C.
     """
     level, depth = [value], 0
     while level:
-        containers: list[Any] = []
-        for kind in set(map(type, level)):
-            if kind not in _SCALARS and kind not in _CONTAINERS:
-                raise MalformedError(f"it holds a value of type {kind.__name__}: use text, numbers, lists and maps")
-        for item in level:
-            if type(item) is str:
-                _check_text(item)
-            elif type(item) in _CONTAINERS:
-                containers.append(item)
-            elif type(item) is float and not math.isfinite(item):
-                raise MalformedError("it holds NaN or an infinity: use finite numbers")
+        kinds = set(map(type, level))
+        for kind in kinds - _PLAIN:
+            raise MalformedError(f"it holds a value of type {kind.__name__}: use text, numbers, lists and maps")
+        if not kinds & _LOOKED_INTO:
+            return
+        containers = [item for item in level if type(item) in _CONTAINERS]
         depth += 1
         if containers and depth > max_depth:
             raise MalformedError(f"it is nested deeper than {max_depth} levels")
+        if len(containers) > MAX_CONTAINERS:
+            raise MalformedError(f"it holds more than {MAX_CONTAINERS} lists and maps")
+        for item in level:
+            if type(item) is str:
+                _check_text(item)
+            elif type(item) is float and not math.isfinite(item):
+                raise MalformedError("it holds NaN or an infinity: use finite numbers")
         level = []
         for container in containers:
             if type(container) is dict:

@@ -200,6 +200,8 @@ def as_token_ids(name: str, value: Any) -> tuple[int, ...]:
     """A list of token ids, each from 0; whether the model has them is not known here."""
     if type(value) is not list:
         raise bad_request(f"{name} is {kind_name(value)}: use a list of token ids")
+    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= MAX_TOKEN_ID:
+        return tuple(value)  # long prompts are checked in C
     for position, item in enumerate(value):
         if type(item) is not int or not 0 <= item <= MAX_TOKEN_ID:
             raise bad_request(
