@@ -85,8 +85,8 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
     """Writes to whatever stderr is at that moment: progress bars put their own in its place while they are shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one line."""
-        self.setStream(sys.stderr)
+        """Write one line. The stream is set by hand: setStream flushes the former one, which may be closed."""
+        self.stream = sys.stderr
         super().emit(record)
 
 

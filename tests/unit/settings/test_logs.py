@@ -7,20 +7,15 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
-import structlog
 
+from tests.logging_state import logging_restored
 from worker.logs import configure_logging, get_logger
 
 
 @pytest.fixture(autouse=True)
-def logging_restored() -> Iterator[None]:
-    """Logging is global to the process: put it back as it was."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
+def own_logging() -> Iterator[None]:
+    with logging_restored():
+        yield
 
 
 def logged(level: str = "info", log_format: Literal["auto", "json"] = "json") -> io.StringIO:
@@ -91,3 +86,14 @@ def test_a_logger_made_before_the_set_up_follows_it() -> None:
     stream = logged()
     logger.info("late")
     assert lines(stream)[0]["worker_id"] == "w1"
+
+
+def test_stderr_is_looked_up_at_each_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress bars replace stderr for a while, and what was there before may be closed by then."""
+    first, second = io.StringIO(), io.StringIO()
+    monkeypatch.setattr("sys.stderr", first)
+    configure_logging("info", "json")
+    first.close()
+    monkeypatch.setattr("sys.stderr", second)
+    get_logger().info("still_heard")
+    assert lines(second)[0]["event"] == "still_heard"
