@@ -110,13 +110,6 @@ class GGUFFile:
         data = np.frombuffer(self._map, np.uint8, info.num_bytes, info.start)
         return dequantize(data, info.quant).reshape(info.shape)
 
-    def close(self) -> None:
-        """Unmap the file; arrays that still view it keep it open."""
-        try:
-            self._map.close()
-        except BufferError:
-            return
-
 
 def _map_file(path: Path) -> mmap.mmap:
     try:
