@@ -1,15 +1,68 @@
-"""Compiling the kernels ahead of the first step, so that the caller can show its progress."""
+"""The compiled CPU kernels as the wrappers see them: named bodies that are launched on the threads of torch.
+
+Loading is by name on first use; `warmup` does it ahead, so that a first start can show what it waits for.
+"""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
-from kernels.dispatch import has_compiled
+from kernels.dispatch import has_compiled, use_compiled
+
+# Floats in one vector of the compiled kernels; a dimension that is no multiple of it goes to torch's operators.
+LANES = 16
+# Below this much work (bytes that a kernel reads and writes) waking a second thread costs more than it saves.
+MIN_BYTES_PER_THREAD = 128 << 10
+
+
+@cache
+def _address(name: str) -> int:
+    from kernels.cpu.build import address
+
+    return address(name)
+
+
+def launch(name: str, arguments: tuple[int, ...], num_threads: int | None = None) -> None:
+    """Run a body over its work items; `num_threads` defaults to torch.get_num_threads()."""
+    from kernels.cpu.parallel import run_body
+
+    run_body(_address(name), arguments, torch.get_num_threads() if num_threads is None else num_threads)
+
+
+def takes_rows(x: torch.Tensor, num_columns: int) -> bool:
+    """True where a row-wise kernel can read x [rows, ...]: float32 on the CPU, adjacent columns in whole vectors."""
+    return use_compiled(x) and x.ndim == 2 and x.stride(1) == 1 and num_columns % LANES == 0
+
+
+def product_address() -> int:
+    """Address of the product function, which `linear` and `attention` call through a pointer."""
+    return _address("product")
+
+
+def threads_for(num_bytes: int) -> int:
+    """How many threads a pass over this much memory is worth."""
+    return max(1, min(torch.get_num_threads(), num_bytes // MIN_BYTES_PER_THREAD))
+
+
+def _needed(dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int) -> tuple[str, ...]:
+    """Names of the bodies that such a model on the CPU calls."""
+    if not has_compiled() or dtype is not torch.float32:
+        return ()
+    from kernels.cpu.build import BODIES
+
+    has_attention = head_dim % LANES == 0 and num_heads % num_kv_heads == 0
+    return tuple(name for name in BODIES if has_attention or name != "attention")
 
 
 def is_compiled(dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int) -> bool:
-    """True where the cache on disk holds every compiled kernel that such a model needs, or it needs none."""
-    return not (has_compiled() and dtype is torch.float32 and head_dim and num_heads and num_kv_heads)
+    """True where such a model on the CPU starts without compiling: its kernels are cached on disk, or it needs none."""
+    names = _needed(dtype, head_dim, num_heads, num_kv_heads)
+    if not names:
+        return True
+    from kernels.cpu.build import is_cached
+
+    return all(is_cached(name) for name in names)
 
 
 def warmup(
@@ -19,9 +72,14 @@ def warmup(
     num_kv_heads: int,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
-    """Load every compiled kernel of such a model, compiling what the cache does not hold.
+    """Load every kernel that such a model on the CPU uses, compiling what the cache on disk does not hold.
 
     progress(done, total, name) is called before each kernel, and once more at the end with done == total.
     """
-    if progress is not None and not is_compiled(dtype, head_dim, num_heads, num_kv_heads):
-        progress(0, 0, "")
+    names = _needed(dtype, head_dim, num_heads, num_kv_heads)
+    for done, name in enumerate(names):
+        if progress is not None:
+            progress(done, len(names), name)
+        _address(name)
+    if progress is not None and names:
+        progress(len(names), len(names), "")

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.compiled import LANES, launch, product_address
+from kernels.dispatch import use_compiled
+from kernels.errors import KernelInputError
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
@@ -45,7 +49,11 @@ def paged_attention(
     consecutive query heads share a KV head. Returns [num_tokens, num_heads, head_dim], written to `out` if given.
     A sequence of no keys gives rows of zeros. A row's result does not depend on the other sequences in the batch.
     """
-    out = torch.empty_like(query) if out is None else out
+    _check(query, kv_cache, meta)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
+    if _can_launch(query, kv_cache, meta, out):
+        _launch(query, kv_cache, layer, meta, scale, out)
+        return out
     _attend_with_torch(query, kv_cache, layer, meta, scale, out)
     return out
 
@@ -80,3 +88,61 @@ def _attend_with_torch(
         )
         rows = rows.view(num_kv_heads, -1, query_len, head_dim).permute(2, 0, 1, 3)
         out[first:last] = rows.reshape(query_len, -1, head_dim)
+
+
+def _check(query: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> None:
+    num_seqs = meta.context_lens.shape[0]
+    if query.ndim != 3 or kv_cache.ndim != 6 or query.shape[2] != kv_cache.shape[5] or query.dtype != kv_cache.dtype:
+        raise KernelInputError(
+            f"query is {query.dtype} {tuple(query.shape)}, kv_cache {kv_cache.dtype} {tuple(kv_cache.shape)};"
+            " they must be [num_tokens, num_heads, head_dim] and"
+            " [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim] of one dtype"
+        )
+    if query.shape[1] % kv_cache.shape[4]:
+        raise KernelInputError(f"{query.shape[1]} query heads are no multiple of {kv_cache.shape[4]} KV heads")
+    if meta.block_tables.shape[0] != num_seqs or meta.query_starts.shape[0] != num_seqs + 1:
+        raise KernelInputError(
+            f"{num_seqs} context lengths, but block_tables {tuple(meta.block_tables.shape)}"
+            f" and query_starts {tuple(meta.query_starts.shape)}"
+        )
+
+
+def _can_launch(query: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, out: torch.Tensor) -> bool:
+    """What the compiled kernel relies on: heads adjacent, whole vectors, int32 metadata with adjacent entries."""
+    head_dim = query.shape[2]
+    return (
+        use_compiled(query)
+        and head_dim % LANES == 0
+        and kv_cache.stride(5) == query.stride(2) == out.stride(2) == 1
+        and kv_cache.stride(4) == query.stride(1) == out.stride(1) == head_dim
+        and meta.block_tables.stride(1) == 1
+        and all(
+            tensor.dtype is torch.int32 and tensor.stride(-1) == 1
+            for tensor in (meta.block_tables, meta.query_starts, meta.context_lens)
+        )
+    )
+
+
+def _launch(
+    query: torch.Tensor, kv_cache: torch.Tensor, layer: int, meta: AttentionMetadata, scale: float, out: torch.Tensor
+) -> None:
+    from kernels.cpu.attention import MAX_ROWS, scratch_bytes
+    from kernels.cpu.parallel import float_bits, scratch
+
+    num_kv_heads, head_dim = kv_cache.shape[4], kv_cache.shape[5]
+    group = query.shape[1] // num_kv_heads
+    # A row of the table is read up to its last needed entry only, so its width does not matter here.
+    block_stride, layer_stride, value_stride, slot_stride = (4 * n for n in kv_cache.stride()[:4])
+    num_threads = torch.get_num_threads()
+    thread_bytes = scratch_bytes(head_dim, max(group, MAX_ROWS))
+    launch(
+        "attention",
+        (
+            query.data_ptr(), query.stride(0) * 4, out.data_ptr(), out.stride(0) * 4,
+            kv_cache.data_ptr() + layer * layer_stride, block_stride, value_stride, slot_stride, kv_cache.shape[3],
+            meta.block_tables.data_ptr(), meta.block_tables.stride(0) * 4, meta.query_starts.data_ptr(),
+            meta.context_lens.data_ptr(), meta.context_lens.shape[0], num_kv_heads, group, head_dim, float_bits(scale),
+            scratch(num_threads * thread_bytes).data_ptr(), thread_bytes, product_address(),
+        ),
+        num_threads,
+    )  # fmt: skip

@@ -2,13 +2,19 @@
 
 import torch
 
+from kernels.compiled import launch, takes_rows, threads_for
+from kernels.errors import KernelInputError
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension.
 
     x [num_tokens, hidden], weight [hidden] of the same dtype; the mean is taken in float32. Returns a new tensor.
     """
-    return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
+    _check(x, weight)
+    if not takes_rows(x, x.shape[1]):
+        return torch.nn.functional.rms_norm(x, (x.shape[1],), weight, eps)
+    return _launch(x, None, weight, eps)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -16,5 +22,38 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 
     x and residual [num_tokens, hidden], weight [hidden], all of one dtype.
     """
-    residual.add_(x)
-    return rms_norm(residual, weight, eps)
+    _check(x, weight)
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise KernelInputError(f"residual is {residual.dtype} {tuple(residual.shape)}, x {x.dtype} {tuple(x.shape)}")
+    if not (takes_rows(x, x.shape[1]) and residual.stride(1) == 1):
+        residual.add_(x)
+        return torch.nn.functional.rms_norm(residual, (x.shape[1],), weight, eps)
+    return _launch(x, residual, weight, eps)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
+    if x.ndim != 2 or weight.shape != x.shape[1:] or weight.dtype != x.dtype:
+        raise KernelInputError(
+            f"x is {x.dtype} {tuple(x.shape)} and weight {weight.dtype} {tuple(weight.shape)};"
+            " they must be [num_tokens, hidden] and [hidden] of one dtype"
+        )
+
+
+def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    from kernels.cpu.parallel import float_bits
+
+    num_rows, hidden = x.shape
+    weight = weight.contiguous()
+    out = torch.empty((num_rows, hidden))
+    num_threads = threads_for(8 * num_rows * hidden)
+    source, row = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0) * 4)
+    rows_per_item = max(1, num_rows // (4 * num_threads))
+    launch(
+        "rms_norm",
+        (
+            x.data_ptr(), x.stride(0) * 4, source, row, weight.data_ptr(), out.data_ptr(), num_rows, hidden,
+            float_bits(eps), rows_per_item,
+        ),
+        num_threads,
+    )  # fmt: skip
+    return out

@@ -2,6 +2,9 @@
 
 import torch
 
+from kernels.compiled import launch
+from kernels.dispatch import use_compiled
+from kernels.errors import KernelInputError
 from kernels.noise import gumbel, row_keys
 
 
@@ -26,6 +29,12 @@ def sample(
        whatever equals that one; at least one token stays
     4. the largest of scaled + Gumbel noise wins (see noise.py), which is a draw from the softmax of what was kept
     """
+    if logits.ndim != 2 or not 0 < vocab_limit <= logits.shape[1]:
+        raise KernelInputError(
+            f"logits are {tuple(logits.shape)} and vocab_limit is {vocab_limit}; it must lie in 1..vocab"
+        )
+    if use_compiled(logits) and logits.stride(1) == 1:
+        return _launch(logits, temperature, top_k, top_p, seeds, positions, vocab_limit)
     return _sample_with_torch(logits[:, :vocab_limit], temperature, top_k, top_p, seeds, positions)
 
 
@@ -48,6 +57,36 @@ def _sample_with_torch(
         keys = row_keys(seeds[rows], positions[rows]).to(logits.device)
         ids[rows] = (scaled + gumbel(keys, scaled.shape[1])).argmax(dim=1)
     return ids.masked_fill(~largest.isfinite(), -1)
+
+
+def _launch(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    vocab_limit: int,
+) -> torch.Tensor:
+    from kernels.cpu.parallel import scratch
+    from kernels.cpu.sampling import scratch_bytes
+
+    num_rows = logits.shape[0]
+    temperature, top_p = temperature.float().contiguous(), top_p.float().contiguous()
+    top_k, keys = top_k.long().contiguous(), row_keys(seeds, positions)
+    ids = torch.empty(num_rows, dtype=torch.int64)
+    num_threads = min(torch.get_num_threads(), max(1, num_rows))
+    thread_bytes = scratch_bytes(vocab_limit)
+    launch(
+        "sample",
+        (
+            logits.data_ptr(), logits.stride(0) * 4, vocab_limit, temperature.data_ptr(), top_k.data_ptr(),
+            top_p.data_ptr(), keys.data_ptr(), ids.data_ptr(), num_rows,
+            scratch(num_threads * thread_bytes).data_ptr(), thread_bytes,
+        ),
+        num_threads,
+    )  # fmt: skip
+    return ids
 
 
 def keep_top_k(scaled: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,292 @@
+"""Causal attention over block tables, read in place, by tiles with an online softmax (Milakov, arXiv 1805.02867).
+
+    query tile: up to MAX_ROWS rows = positions × the query heads of one KV head (one pass over the keys serves all)
+    keys        |-- tile of 32 --|-- 32 --|...              tile and split borders lie at fixed positions of the
+                |---------- split of 512 ----------|...     sequence, so a row's sums are taken in one order whether
+                                                            it comes in a chunk, alone, or in any batch
+
+Per tile: the keys are transposed into panels, S = Q Kᵀ and O += P V are register-tile products. Each split has its own
+maximum, sum and output, merged in ascending order. Only keys below a sequence's length are read, through the table
+entries they need; what stands in other slots, blocks or table entries is never touched.
+"""
+
+from kernels.cpu.helper import helper
+from kernels.cpu.parallel import ARGUMENTS, NEXT_THREAD
+from kernels.cpu.tile import call_product
+from kernels.cpu.transpose import transpose_panel
+from kernels.cpu.vector import (
+    LANES,
+    VECTOR_BYTES,
+    add,
+    div,
+    exp,
+    fetch_add,
+    first_lanes,
+    fma,
+    load,
+    load_f32,
+    load_f64,
+    load_i32,
+    load_i64,
+    maximum,
+    mul,
+    prefetch,
+    reduce_add,
+    reduce_max,
+    splat,
+    store,
+    store_f32,
+    store_i64,
+    sub,
+)
+
+MAX_ROWS = 96
+KEY_TILE = 32
+KEY_SPLIT = 512
+PANELS = KEY_TILE // LANES
+MINUS_INFINITY = float("-inf")
+# Words of the task block.
+(
+    QUERY, QUERY_TOKEN, OUT, OUT_TOKEN, CACHE, BLOCK_STRIDE, VALUE_OFFSET, SLOT_STRIDE, BLOCK_SIZE, TABLES, TABLE_ROW,
+    STARTS, LENGTHS, NUM_SEQS, NUM_KV_HEADS, GROUP, HEAD_DIM, SCALE, SCRATCH, SCRATCH_STRIDE,
+    PRODUCT,
+) = range(ARGUMENTS, ARGUMENTS + 8 * 21, 8)  # fmt: skip
+
+
+def scratch_bytes(head_dim: int, max_rows: int) -> int:
+    """Working memory of one thread: Q, O of a split and in all, S, the key panels, m and l twice, addresses, zeros."""
+    floats = 3 * max_rows * head_dim + max_rows * KEY_TILE + KEY_TILE * head_dim + 4 * max_rows + head_dim
+    return 4 * floats + 8 * KEY_TILE + 128
+
+
+@helper
+def _load_query(task: int, first_row: int, num_tokens: int, kv_head: int, target: int) -> None:
+    """Q of the tile, times the scale: row = position * group + head within the group."""
+    head_dim, group = load_i64(task + HEAD_DIM), load_i64(task + GROUP)
+    scale = splat(load_f64(task + SCALE))
+    token = load_i64(task + QUERY) + first_row * load_i64(task + QUERY_TOKEN) + kv_head * group * head_dim * 4
+    for _ in range(num_tokens):
+        for offset in range(0, group * head_dim * 4, VECTOR_BYTES):
+            store(target + offset, mul(load(token + offset), scale))
+        target += group * head_dim * 4
+        token += load_i64(task + QUERY_TOKEN)
+
+
+@helper
+def _load_keys(
+    task: int, table: int, layer_base: int, first_key: int, count: int, addresses: int, zeros: int, panels: int
+) -> None:  # fmt: skip
+    """Keys first_key .. first_key + count - 1 as panels, zeros in the lanes up to the next multiple of 16."""
+    block_size, block_stride = load_i64(task + BLOCK_SIZE), load_i64(task + BLOCK_STRIDE)
+    slot_stride, head_dim = load_i64(task + SLOT_STRIDE), load_i64(task + HEAD_DIM)
+    block_index, offset = first_key // block_size, first_key % block_size
+    lane = 0
+    while lane < count:
+        address = layer_base + load_i32(table + block_index * 4) * block_stride + offset * slot_stride
+        run_end = min(count, lane + block_size - offset)
+        while lane < run_end:
+            store_i64(addresses + lane * 8, address)
+            address += slot_stride
+            lane += 1
+        block_index, offset = block_index + 1, 0
+    num_panels = (count + LANES - 1) // LANES
+    while lane < num_panels * LANES:
+        store_i64(addresses + lane * 8, zeros)
+        lane += 1
+    for panel in range(num_panels):
+        for element in range(0, head_dim, LANES):
+            transpose_panel(addresses + panel * 128, element * 4, panels + (panel * head_dim + element) * VECTOR_BYTES)
+
+
+@helper
+def _prefetch_tile(task: int, table: int, layer_base: int, first_key: int, count: int) -> None:
+    """Ask for the keys of a tile (or, with their offset in layer_base, its values) before they are needed.
+
+    The hardware does not foresee them: a head's pieces are a few cache lines each, with other heads' between them.
+    """
+    block_size, block_stride = load_i64(task + BLOCK_SIZE), load_i64(task + BLOCK_STRIDE)
+    slot_stride, line_bytes = load_i64(task + SLOT_STRIDE), load_i64(task + HEAD_DIM) * 4
+    block_index, offset = first_key // block_size, first_key % block_size
+    lane = 0
+    while lane < count:
+        address = layer_base + load_i32(table + block_index * 4) * block_stride + offset * slot_stride
+        run_end = min(count, lane + block_size - offset)
+        while lane < run_end:
+            for line in range(address, address + line_bytes, 64):
+                prefetch(line)
+            address += slot_stride
+            lane += 1
+        block_index, offset = block_index + 1, 0
+
+
+@helper
+def _softmax_tile(
+    scores: int, num_rows: int, group: int, first_valid: int, count: int, stats: int, out: int, head_dim: int
+) -> None:  # fmt: skip
+    """Turn rows of scores into weights under the new maximum; rescale sums and outputs to it.
+
+    Row r sees the first (first_valid + r // group) keys of the tile, at most `count`. stats: pairs (maximum, sum).
+    """
+    num_panels = (count + LANES - 1) // LANES
+    for row in range(num_rows):
+        line, stat = scores + row * KEY_TILE * 4, stats + row * 8
+        valid = min(first_valid + row // group, count)
+        if valid <= 0:
+            for panel in range(num_panels):
+                store(line + panel * VECTOR_BYTES, splat(0.0))
+            continue
+        top = splat(MINUS_INFINITY)
+        for panel in range(num_panels):
+            score = first_lanes(load(line + panel * VECTOR_BYTES), valid - panel * LANES, MINUS_INFINITY)
+            store(line + panel * VECTOR_BYTES, score)
+            top = maximum(top, score)
+        old_maximum = load_f32(stat)
+        new_maximum = max(old_maximum, reduce_max(top))
+        if new_maximum > old_maximum:
+            factor = exp(sub(splat(old_maximum), splat(new_maximum)))
+            store_f32(stat, new_maximum)
+            store_f32(stat + 4, load_f32(stat + 4) * reduce_max(factor))
+            for offset in range(row * head_dim * 4, (row + 1) * head_dim * 4, VECTOR_BYTES):
+                store(out + offset, mul(load(out + offset), factor))
+        sums, highest = splat(0.0), splat(new_maximum)
+        for panel in range(num_panels):
+            weight = exp(sub(load(line + panel * VECTOR_BYTES), highest))
+            store(line + panel * VECTOR_BYTES, weight)
+            sums = add(sums, weight)
+        store_f32(stat + 4, load_f32(stat + 4) + reduce_add(sums))
+
+
+@helper
+def _add_values(
+    task: int, table: int, layer_base: int, first_key: int, count: int, weights: int, num_rows: int, out: int
+) -> None:  # fmt: skip
+    """out[num_rows, head_dim] += weights[num_rows, count] · V, block by block."""
+    block_size, block_stride = load_i64(task + BLOCK_SIZE), load_i64(task + BLOCK_STRIDE)
+    slot_stride, head_dim = load_i64(task + SLOT_STRIDE), load_i64(task + HEAD_DIM)
+    value_base = layer_base + load_i64(task + VALUE_OFFSET)
+    product = load_i64(task + PRODUCT)
+    done = 0
+    while done < count:
+        key = first_key + done
+        run = min(block_size - key % block_size, count - done)
+        block = load_i32(table + key // block_size * 4)
+        values = value_base + block * block_stride + key % block_size * slot_stride
+        call_product(
+            product, weights + done * 4, KEY_TILE * 4, num_rows, values, slot_stride, VECTOR_BYTES, head_dim // LANES,
+            out, head_dim * 4, VECTOR_BYTES, out, head_dim * 4, run,
+        )  # fmt: skip
+        done += run
+
+
+@helper
+def _clear(stats: int, out: int, num_rows: int, head_dim: int) -> None:
+    for row in range(num_rows):
+        store_f32(stats + row * 8, MINUS_INFINITY)
+        store_f32(stats + row * 8 + 4, 0.0)
+    for offset in range(0, num_rows * head_dim * 4, VECTOR_BYTES):
+        store(out + offset, splat(0.0))
+
+
+@helper
+def _merge(stats: int, out: int, split_stats: int, split_out: int, num_rows: int, head_dim: int) -> None:
+    """Add one split's sums and outputs to the running ones, both brought to the larger maximum."""
+    for row in range(num_rows):
+        stat, other = stats + row * 8, split_stats + row * 8
+        if load_f32(other + 4) == 0.0:  # a row that sees no key of this split
+            continue
+        new_maximum = max(load_f32(stat), load_f32(other))
+        highest = splat(new_maximum)
+        keep, take = exp(sub(splat(load_f32(stat)), highest)), exp(sub(splat(load_f32(other)), highest))
+        store_f32(stat, new_maximum)
+        store_f32(stat + 4, load_f32(stat + 4) * reduce_max(keep) + load_f32(other + 4) * reduce_max(take))
+        for offset in range(row * head_dim * 4, (row + 1) * head_dim * 4, VECTOR_BYTES):
+            store(out + offset, fma(load(split_out + offset), take, mul(load(out + offset), keep)))
+
+
+@helper
+def _attend_split(
+    task: int, table: int, layer_base: int, query: int, num_rows: int, first_position: int, first_key: int,
+    last_key: int, stats: int, out: int, work: int,
+) -> None:  # fmt: skip
+    """Keys first_key .. last_key - 1 for the tile's rows: stats and out are overwritten with this split's."""
+    head_dim, group = load_i64(task + HEAD_DIM), load_i64(task + GROUP)
+    product = load_i64(task + PRODUCT)
+    scores = work
+    panels = scores + num_rows * KEY_TILE * 4
+    addresses = panels + KEY_TILE * head_dim * 4
+    zeros = addresses + KEY_TILE * 8
+    for offset in range(0, max(head_dim * 4, 4 * VECTOR_BYTES), VECTOR_BYTES):
+        store(zeros + offset, splat(0.0))
+    _clear(stats, out, num_rows, head_dim)
+    for key in range(first_key, last_key, KEY_TILE):
+        count = min(KEY_TILE, last_key - key)
+        _prefetch_tile(task, table, layer_base + load_i64(task + VALUE_OFFSET), key, count)
+        _load_keys(task, table, layer_base, key, count, addresses, zeros, panels)
+        call_product(
+            product, query, head_dim * 4, num_rows, panels, VECTOR_BYTES, head_dim * VECTOR_BYTES,
+            (count + LANES - 1) // LANES, zeros, 0, 0, scores, KEY_TILE * 4, head_dim,
+        )  # fmt: skip
+        _softmax_tile(scores, num_rows, group, first_position + 1 - key, count, stats, out, head_dim)
+        _prefetch_tile(task, table, layer_base, key + KEY_TILE, min(KEY_TILE, last_key - key - KEY_TILE))
+        _add_values(task, table, layer_base, key, count, scores, num_rows, out)
+
+
+@helper
+def _store_rows(task: int, first_row: int, num_tokens: int, kv_head: int, stats: int, out: int) -> None:
+    head_dim, group = load_i64(task + HEAD_DIM), load_i64(task + GROUP)
+    token = load_i64(task + OUT) + first_row * load_i64(task + OUT_TOKEN) + kv_head * group * head_dim * 4
+    for row in range(num_tokens * group):
+        total = load_f32(stats + row * 8 + 4)
+        divisor = splat(total if total != 0.0 else 1.0)
+        target = token + row // group * load_i64(task + OUT_TOKEN) + row % group * head_dim * 4
+        for offset in range(0, head_dim * 4, VECTOR_BYTES):
+            store(target + offset, div(load(out + row * head_dim * 4 + offset), divisor))
+
+
+def attention(task: int) -> None:
+    """Work item: one query tile of one sequence and KV head."""
+    group, head_dim = load_i64(task + GROUP), load_i64(task + HEAD_DIM)
+    num_kv_heads, num_seqs = load_i64(task + NUM_KV_HEADS), load_i64(task + NUM_SEQS)
+    tokens_per_tile = max(1, MAX_ROWS // group)
+    max_rows = tokens_per_tile * group
+    tile_bytes = max_rows * head_dim * 4
+    query = load_i64(task + SCRATCH) + fetch_add(task + NEXT_THREAD, 1) * load_i64(task + SCRATCH_STRIDE)
+    split_out, out = query + tile_bytes, query + 2 * tile_bytes
+    split_stats = query + 3 * tile_bytes
+    stats = split_stats + max_rows * 8
+    work = stats + max_rows * 8
+
+    seq = first_item = num_tiles = query_start = query_end = 0
+    item = fetch_add(task, 1)
+    query_end = load_i32(load_i64(task + STARTS) + 4)
+    num_tiles = (query_end + tokens_per_tile - 1) // tokens_per_tile
+    while True:
+        while item >= first_item + num_tiles * num_kv_heads:
+            first_item += num_tiles * num_kv_heads
+            seq += 1
+            if seq >= num_seqs:
+                return
+            query_start = load_i32(load_i64(task + STARTS) + seq * 4)
+            query_end = load_i32(load_i64(task + STARTS) + seq * 4 + 4)
+            num_tiles = (query_end - query_start + tokens_per_tile - 1) // tokens_per_tile
+        kv_head, tile = (item - first_item) % num_kv_heads, (item - first_item) // num_kv_heads
+        first_row = query_start + tile * tokens_per_tile
+        num_tokens = min(tokens_per_tile, query_end - first_row)
+        num_rows = num_tokens * group
+        table = load_i64(task + TABLES) + seq * load_i64(task + TABLE_ROW)
+        layer_base = load_i64(task + CACHE) + kv_head * head_dim * 4
+        # The sequence's last query row has the position of its last key.
+        first_position = load_i32(load_i64(task + LENGTHS) + seq * 4) - (query_end - first_row)
+        num_keys = first_position + num_tokens
+        _load_query(task, first_row, num_tokens, kv_head, query)
+        _attend_split(
+            task, table, layer_base, query, num_rows, first_position, 0, min(KEY_SPLIT, num_keys), stats, out, work
+        )  # fmt: skip
+        for split in range(KEY_SPLIT, num_keys, KEY_SPLIT):
+            _attend_split(
+                task, table, layer_base, query, num_rows, first_position, split, min(split + KEY_SPLIT, num_keys),
+                split_stats, split_out, work,
+            )  # fmt: skip
+            _merge(stats, out, split_stats, split_out, num_rows, head_dim)
+        _store_rows(task, first_row, num_tokens, kv_head, stats, out)
+        item = fetch_add(task, 1)
