@@ -32,6 +32,8 @@ log = structlog.get_logger(__name__)
 
 START_TIMEOUT_S = 120.0  # reading a large append-only file takes its time
 STOP_TIMEOUT_S = 20.0
+PROBE_TIMEOUT_S = 5.0
+LOCK_TIMEOUT_S = 2.0  # a killed worker's server may be on its way out
 NUM_PORT_TRIES = 5
 
 # Standard input is the pipe; the server inherits the lock beside it. SIGKILL comes last, should SIGTERM not do.
@@ -151,7 +153,7 @@ class EmbeddedServer:
             raise StartupError(
                 f"the data folder {self._data_dir} can't be written ({error.strerror}): name another with --data-dir"
             ) from error
-        deadline = time.monotonic() + 2.0  # a killed worker's server may be on its way out
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -224,7 +226,7 @@ class EmbeddedServer:
     def _answers(self) -> bool:
         """Whether PING is answered; False while the server loads its file."""
         try:
-            with socket.create_connection(("127.0.0.1", self._port), timeout=5) as connection:
+            with socket.create_connection(("127.0.0.1", self._port), timeout=PROBE_TIMEOUT_S) as connection:
                 connection.sendall(f"AUTH {self._password}\r\nPING\r\n".encode())
                 answer = b""
                 while answer.count(b"\r\n") < 2:
