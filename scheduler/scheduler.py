@@ -224,7 +224,6 @@ class Scheduler:
         for seq in admitted:
             self.waiting.remove(seq)
             seq.status = SequenceStatus.RUNNING
-            seq.num_passes = 0
             if seq.first_scheduled_s is None:
                 seq.first_scheduled_s = now
 

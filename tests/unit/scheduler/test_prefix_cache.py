@@ -162,6 +162,17 @@ def test_a_prefix_can_be_cached_again_after_its_parent_was_evicted() -> None:
     assert hit_ids(kv, make([*A, *B, 1])) == list(third.block_table.block_ids())
 
 
+def test_a_sequence_that_lost_its_blocks_is_cached_anew_when_it_comes_back() -> None:
+    kv = make_manager(num_blocks=3)
+    seq = compute(kv, make([*A, *B]))
+    kv.free(seq)
+    other = make([0])
+    assert kv.allocate_slots(other, 12) is not None
+    kv.free(other)
+    compute(kv, seq)
+    assert hit_ids(kv, make([*A, *B, 1])) == list(seq.block_table.block_ids())
+
+
 def test_metadata_never_outgrows_the_pool() -> None:
     kv = make_manager(num_blocks=8)
     for number in range(200):
