@@ -55,7 +55,8 @@ MINUS_INFINITY = float("-inf")
 
 def scratch_bytes(head_dim: int, max_rows: int) -> int:
     """Working memory of one thread: Q, O of a split and in all, S, the key panels, m and l twice, addresses, zeros."""
-    floats = 3 * max_rows * head_dim + max_rows * KEY_TILE + KEY_TILE * head_dim + 4 * max_rows + head_dim
+    num_zeros = max(head_dim, 4 * LANES)
+    floats = 3 * max_rows * head_dim + max_rows * KEY_TILE + KEY_TILE * head_dim + 4 * max_rows + num_zeros
     return 4 * floats + 8 * KEY_TILE + 128
 
 
