@@ -10,7 +10,10 @@ from scheduler.sampling_params import SamplingParams
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. The wire calls the first three by these names."""
+    """Why a sequence ended. The wire calls the first three by these names.
+
+    No SequenceOutput says ABORTED: whoever aborts a sequence knows, and hears no more of it.
+    """
 
     STOP = "stop"
     EOS = "eos"
@@ -121,7 +124,12 @@ class SequenceOutput:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """A snapshot for metrics and dashboards."""
+    """A snapshot for metrics and dashboards.
+
+    Each block is owned by sequences, or free and holding nothing (`num_free_blocks`), or free and still holding a
+    prefix that can be hit (`num_cached_blocks`); the last two can both be handed out. KV use is
+    `num_filled_slots` of `num_allocated_slots`. The counters from `num_preemptions_recompute` on only grow.
+    """
 
     num_running: int
     num_waiting: int
