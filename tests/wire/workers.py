@@ -1,6 +1,7 @@
 """Workers for the tests of the wire: the real parts on a real server, with faults that can be switched on."""
 
 import asyncio
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,12 +21,18 @@ LEASE_MS = 1200
 
 
 class FaultyLink(Link):
-    """A link that can lose the connection before a batch is sent, or after the server has carried it out."""
+    """A link that can lose the connection before a batch is sent, or after the server has carried it out.
+
+    With `rng` it lets other tasks go first before each batch, or not.
+    """
 
     lose_before = False
     lose_after = False
+    rng: random.Random | None = None
 
     async def batch(self, commands: Sequence[Command], *, generation: int | None = None) -> list[Any]:
+        for _ in range(self.rng.randrange(6) if self.rng is not None else 0):
+            await asyncio.sleep(0)
         if self.lose_before:
             self.lose_before = False
             await self.reset()
