@@ -96,7 +96,9 @@ async def test_jobs_survive_a_restart_in_a_folder_with_any_name(tmp_path: Path, 
 async def test_stopping_leaves_no_process_and_frees_the_folder(tmp_path: Path, command: list[str]) -> None:
     server = EmbeddedServer(tmp_path, command)
     server.start()
-    processes = psutil.Process().children(recursive=True)
+    watcher = psutil.Process(server_pid(tmp_path)).parent()
+    assert watcher is not None
+    processes = [watcher, *watcher.children(recursive=True)]
     server.stop()
     server.stop()
     _, alive = psutil.wait_procs(processes, timeout=10)
