@@ -19,7 +19,8 @@ class RespClient:
         self._socket = socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 6379), timeout_s)
         self._file = self._socket.makefile("rb")
         if parts.password:
-            self.call("AUTH", unquote(parts.password))
+            user = [unquote(parts.username)] if parts.username else []
+            self.call("AUTH", *user, unquote(parts.password))
 
     def call(self, *command: Part) -> Any:
         """One command and its answer."""
@@ -88,5 +89,8 @@ def encode(command: tuple[Part, ...]) -> bytes:
 
 
 def pairs(flat: list[bytes]) -> dict[str, str]:
-    """name, value, name, value, ... as a dict of text."""
-    return {name.decode(): value.decode() for name, value in zip(flat[::2], flat[1::2], strict=True)}
+    """name, value, name, value, ... as a dict of text; bytes that are none are shown as escapes."""
+    return {
+        name.decode("utf-8", "backslashreplace"): value.decode("utf-8", "backslashreplace")
+        for name, value in zip(flat[::2], flat[1::2], strict=True)
+    }
