@@ -1,1 +1,135 @@
-"""Slow float64 twins of the kernels, of the same signatures: the specification that the tests hold them to."""
+"""Slow float64 twins of the kernels, of the same signatures: the specification that the tests hold them to.
+
+They loop where the kernels vectorise and sort where the kernels search. Nothing in the product calls them.
+"""
+
+import math
+
+import torch
+
+from kernels.noise import gumbel, row_keys
+from kernels.paged_attention import AttentionMetadata
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As kernels.rms_norm.rms_norm; float64."""
+    x = x.double()
+    return x / (x.square().mean(dim=1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As kernels.rms_norm.add_rms_norm: the residual is updated in its own dtype; the result is float64."""
+    residual += x
+    return rms_norm(residual, weight, eps)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """As kernels.activation.silu_and_mul; float64."""
+    gate, up = gate_up.double().chunk(2, dim=1)
+    return gate / (1 + (-gate).exp()) * up
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """As calling kernels.linear.PackedLinear(weight, bias) with x; float64."""
+    product = x.double() @ weight.double().T
+    return product if bias is None else product + bias.double()
+
+
+def rope_and_write(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    num_heads: int,
+    num_kv_heads: int,
+) -> torch.Tensor:
+    """As kernels.kv_cache_write.rope_and_write: the cache is written in its own dtype, the queries are float64."""
+    num_tokens, half, block_size = qkv.shape[0], cos_sin.shape[1] // 2, kv_cache.shape[3]
+    heads = qkv.double().reshape(num_tokens, num_heads + 2 * num_kv_heads, -1)
+    for token in range(num_tokens):
+        cos, sin = cos_sin[positions[token]].double().chunk(2)
+        for head in range(num_heads + num_kv_heads):
+            low, high = heads[token, head, :half].clone(), heads[token, head, half : 2 * half].clone()
+            heads[token, head, :half] = low * cos - high * sin
+            heads[token, head, half : 2 * half] = high * cos + low * sin
+        slot = int(slot_mapping[token])
+        if slot >= 0:
+            place = kv_cache[slot // block_size, layer, :, slot % block_size]
+            place[0] = heads[token, num_heads : num_heads + num_kv_heads]
+            place[1] = heads[token, num_heads + num_kv_heads :]
+    return heads[:, :num_heads]
+
+
+def paged_attention(
+    query: torch.Tensor, kv_cache: torch.Tensor, layer: int, meta: AttentionMetadata, scale: float
+) -> torch.Tensor:
+    """As kernels.paged_attention.paged_attention; float64."""
+    num_heads, block_size, num_kv_heads = query.shape[1], kv_cache.shape[3], kv_cache.shape[4]
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    for seq, context_len in enumerate(meta.context_lens.tolist()):
+        first, last = meta.query_starts[seq : seq + 2].tolist()
+        places = [(int(meta.block_tables[seq, key // block_size]), key % block_size) for key in range(context_len)]
+        for row in range(first, last):
+            seen = places[: context_len - (last - 1 - row)]
+            if not seen:
+                continue
+            keys = torch.stack([kv_cache[block, layer, 0, offset] for block, offset in seen]).double()
+            values = torch.stack([kv_cache[block, layer, 1, offset] for block, offset in seen]).double()
+            for head in range(num_heads):
+                kv_head = head * num_kv_heads // num_heads
+                weights = torch.softmax(scale * keys[:, kv_head] @ query[row, head].double(), dim=0)
+                out[row, head] = weights @ values[:, kv_head]
+    return out
+
+
+def copy_blocks(kv_cache: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
+    """As kernels.block_copy.copy_blocks."""
+    for source, target in zip(src.tolist(), dst.tolist(), strict=True):
+        kv_cache[target] = kv_cache[source].clone()
+
+
+def kept_tokens(scaled: torch.Tensor, top_k: int, top_p: float) -> list[int]:
+    """Ids that top-k and then top-p leave of one row of scaled logits float32 [vocab], by sorting; ascending."""
+    order = sorted(range(len(scaled)), key=lambda token: -float(scaled[token]))
+    if 0 < top_k < len(order):
+        order = [token for token in order if scaled[token] >= scaled[order[top_k - 1]]]
+    if top_p < 1:
+        weights = [math.exp(float(scaled[token])) for token in order]
+        target, reached, cut = top_p * math.fsum(weights), 0.0, scaled[order[0]]
+        for token, weight in zip(order, weights, strict=True):
+            cut, reached = scaled[token], reached + weight
+            if reached >= target:
+                break
+        order = [token for token in order if scaled[token] >= cut]
+    return sorted(order)
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    vocab_limit: int,
+) -> torch.Tensor:
+    """As kernels.sampling.sample. Scaling and adding noise round to float32, which is part of the specification."""
+    ids = []
+    for row in range(logits.shape[0]):
+        usable = [token for token in range(vocab_limit) if math.isfinite(logits[row, token])]
+        if not usable:
+            ids.append(-1)
+            continue
+        values = torch.full((vocab_limit,), -torch.inf)
+        values[usable] = logits[row, usable]
+        largest = values.max()
+        if temperature[row] <= 0:
+            ids.append(values.tolist().index(float(largest)))
+            continue
+        scaled = (values - largest) / temperature[row]
+        noise = gumbel(row_keys(seeds[row : row + 1], positions[row : row + 1]), vocab_limit)[0]
+        kept = kept_tokens(scaled, int(top_k[row]), float(top_p[row]))
+        ids.append(max(kept, key=lambda token: (float(scaled[token] + noise[token]), -token)))
+    return torch.tensor(ids)

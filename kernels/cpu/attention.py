@@ -244,50 +244,46 @@ def _store_rows(task: int, first_row: int, num_tokens: int, kv_head: int, stats:
             store(target + offset, div(load(out + row * head_dim * 4 + offset), divisor))
 
 
-def attention(task: int) -> None:
-    """Work item: one query tile of one sequence and KV head."""
+@helper
+def _attend_tile(
+    task: int, seq: int, query_end: int, first_row: int, num_tokens: int, kv_head: int, memory: int
+) -> None:
+    """One query tile of one sequence for one KV head."""
     group, head_dim = load_i64(task + GROUP), load_i64(task + HEAD_DIM)
-    num_kv_heads, num_seqs = load_i64(task + NUM_KV_HEADS), load_i64(task + NUM_SEQS)
-    tokens_per_tile = max(1, MAX_ROWS // group)
-    max_rows = tokens_per_tile * group
-    tile_bytes = max_rows * head_dim * 4
-    query = load_i64(task + SCRATCH) + fetch_add(task + NEXT_THREAD, 1) * load_i64(task + SCRATCH_STRIDE)
-    split_out, out = query + tile_bytes, query + 2 * tile_bytes
-    split_stats = query + 3 * tile_bytes
-    stats = split_stats + max_rows * 8
-    work = stats + max_rows * 8
-
-    seq = first_item = num_tiles = query_start = query_end = 0
-    item = fetch_add(task, 1)
-    query_end = load_i32(load_i64(task + STARTS) + 4)
-    num_tiles = (query_end + tokens_per_tile - 1) // tokens_per_tile
-    while True:
-        while item >= first_item + num_tiles * num_kv_heads:
-            first_item += num_tiles * num_kv_heads
-            seq += 1
-            if seq >= num_seqs:
-                return
-            query_start = load_i32(load_i64(task + STARTS) + seq * 4)
-            query_end = load_i32(load_i64(task + STARTS) + seq * 4 + 4)
-            num_tiles = (query_end - query_start + tokens_per_tile - 1) // tokens_per_tile
-        kv_head, tile = (item - first_item) % num_kv_heads, (item - first_item) // num_kv_heads
-        first_row = query_start + tile * tokens_per_tile
-        num_tokens = min(tokens_per_tile, query_end - first_row)
-        num_rows = num_tokens * group
-        table = load_i64(task + TABLES) + seq * load_i64(task + TABLE_ROW)
-        layer_base = load_i64(task + CACHE) + kv_head * head_dim * 4
-        # The sequence's last query row has the position of its last key.
-        first_position = load_i32(load_i64(task + LENGTHS) + seq * 4) - (query_end - first_row)
-        num_keys = first_position + num_tokens
-        _load_query(task, first_row, num_tokens, kv_head, query)
+    num_rows = num_tokens * group
+    out_bytes, stat_bytes = num_rows * head_dim * 4, num_rows * 8
+    query, out, split_out = memory, memory + out_bytes, memory + 2 * out_bytes
+    stats = memory + 3 * out_bytes
+    split_stats, work = stats + stat_bytes, stats + 2 * stat_bytes
+    table = load_i64(task + TABLES) + seq * load_i64(task + TABLE_ROW)
+    base = load_i64(task + CACHE) + kv_head * head_dim * 4
+    # The sequence's last query row has the position of its last key.
+    first_position = load_i32(load_i64(task + LENGTHS) + seq * 4) - (query_end - first_row)
+    num_keys = first_position + num_tokens
+    _load_query(task, first_row, num_tokens, kv_head, query)
+    _attend_split(task, table, base, query, num_rows, first_position, 0, min(KEY_SPLIT, num_keys), stats, out, work)
+    for split in range(KEY_SPLIT, num_keys, KEY_SPLIT):
         _attend_split(
-            task, table, layer_base, query, num_rows, first_position, 0, min(KEY_SPLIT, num_keys), stats, out, work
+            task, table, base, query, num_rows, first_position, split, min(split + KEY_SPLIT, num_keys),
+            split_stats, split_out, work,
         )  # fmt: skip
-        for split in range(KEY_SPLIT, num_keys, KEY_SPLIT):
-            _attend_split(
-                task, table, layer_base, query, num_rows, first_position, split, min(split + KEY_SPLIT, num_keys),
-                split_stats, split_out, work,
-            )  # fmt: skip
-            _merge(stats, out, split_stats, split_out, num_rows, head_dim)
-        _store_rows(task, first_row, num_tokens, kv_head, stats, out)
-        item = fetch_add(task, 1)
+        _merge(stats, out, split_stats, split_out, num_rows, head_dim)
+    _store_rows(task, first_row, num_tokens, kv_head, stats, out)
+
+
+def attention(task: int) -> None:
+    """Work item: one query tile of one sequence and KV head. Items ascend, so each thread walks the batch once."""
+    num_kv_heads, starts = load_i64(task + NUM_KV_HEADS), load_i64(task + STARTS)
+    tokens_per_tile = max(1, MAX_ROWS // load_i64(task + GROUP))
+    memory = load_i64(task + SCRATCH) + fetch_add(task + NEXT_THREAD, 1) * load_i64(task + SCRATCH_STRIDE)
+    item, first_item = fetch_add(task, 1), 0
+    for seq in range(load_i64(task + NUM_SEQS)):
+        query_start, query_end = load_i32(starts + seq * 4), load_i32(starts + seq * 4 + 4)
+        num_items = (query_end - query_start + tokens_per_tile - 1) // tokens_per_tile * num_kv_heads
+        while item < first_item + num_items:
+            tile, kv_head = (item - first_item) // num_kv_heads, (item - first_item) % num_kv_heads
+            first_row = query_start + tile * tokens_per_tile
+            num_tokens = min(tokens_per_tile, query_end - first_row)
+            _attend_tile(task, seq, query_end, first_row, num_tokens, kv_head, memory)
+            item = fetch_add(task, 1)
+        first_item += num_items

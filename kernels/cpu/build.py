@@ -32,6 +32,7 @@ BODIES: Final = {
     "sample": ("sampling", 1),
 }
 _lock = threading.Lock()
+_loaded: dict[str, Any] = {}
 
 
 def _cache_root() -> Path:
@@ -43,11 +44,16 @@ def _cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagemill" / "kernels"
 
 
+def sources() -> tuple[Path, ...]:
+    """Every file whose text can change the compiled code."""
+    folder = Path(__file__).resolve().parent
+    return (*sorted(folder.glob("*.py")), folder.parent / "noise.py")
+
+
 @cache
 def _digest() -> str:
     digest = hashlib.sha256()
-    folder = Path(__file__).parent
-    for source in (*sorted(folder.glob("*.py")), folder.parent / "noise.py"):
+    for source in sources():
         digest.update(source.name.encode() + source.read_bytes())
     digest.update(repr((numba.__version__, sys.version, cpu_target.target_context.codegen().magic_tuple())).encode())
     return digest.hexdigest()[:24]
@@ -73,19 +79,14 @@ def is_cached(name: str) -> bool:
     return folder is not None and (folder / f"{name}.ready").exists()
 
 
-@cache
-def _loaded() -> dict[str, Any]:
-    return {}
-
-
 def address(name: str) -> int:
     """Address of the C function of a body of BODIES, compiled or loaded on the first call."""
-    held = _loaded().get(name)
+    held = _loaded.get(name)
     if held is None:
         with _lock:
-            held = _loaded().get(name)
+            held = _loaded.get(name)
             if held is None:
-                held = _loaded()[name] = _load(name)
+                held = _loaded[name] = _load(name)
     return int(held.address)
 
 
