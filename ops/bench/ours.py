@@ -1,0 +1,158 @@
+"""Our side: the engine, in its own process as a worker runs it, or in this one.
+
+    python -m ops.bench.ours '{"config": {...}, "mode": "process"}'
+
+As many sequences are in flight as the batch says (max_num_seqs); the rest of the list waits in the engine, which lets
+the next one in as soon as one ends.
+"""
+
+import asyncio
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ops.bench.errors import BenchError
+from ops.bench.recorder import Recorder
+from ops.bench.side import serve
+from scheduler.sampling_params import SamplingParams
+from worker.engine import EngineRequest, StepTimes
+from worker.engine_config import EngineConfig, EngineInfo
+
+
+class Driver(Protocol):
+    """An engine that is fed and listened to."""
+
+    def start(self) -> EngineInfo:
+        """Build the engine. Raises StartupError."""
+        ...
+
+    def drive(self, requests: list[EngineRequest], recorder: Recorder) -> None:
+        """Run all requests to their ends, telling the recorder of each step."""
+        ...
+
+    def close(self) -> None:
+        """End the engine."""
+        ...
+
+
+class InProcessDriver:
+    """Calls `Engine.step` itself: no pipe, nobody else awake."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+
+    def start(self) -> EngineInfo:
+        """See Driver."""
+        from worker.engine_builder import build_engine
+
+        self._engine, info = build_engine(self._config)
+        return info
+
+    def drive(self, requests: list[EngineRequest], recorder: Recorder) -> None:
+        """See Driver."""
+        engine = self._engine
+        for request in requests:
+            engine.add(request)
+        while not recorder.is_done:
+            outputs = engine.step()
+            recorder.absorb(time.perf_counter(), outputs, engine.stats(), engine.times)
+        while engine.has_work:  # rows of the last ones are dropped; nothing is computed
+            engine.step()
+
+    def close(self) -> None:
+        """See Driver."""
+        del self._engine
+
+
+class ProcessDriver:
+    """Talks to the engine over the worker's own pipe."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        from worker.engine_client import ProcessEngine
+
+        self._engine = ProcessEngine(config)
+        self._runner = asyncio.Runner()
+
+    def start(self) -> EngineInfo:
+        """See Driver."""
+        return self._runner.run(self._engine.start())
+
+    def drive(self, requests: list[EngineRequest], recorder: Recorder) -> None:
+        """See Driver."""
+        self._runner.run(self._drive(requests, recorder))
+
+    async def _drive(self, requests: list[EngineRequest], recorder: Recorder) -> None:
+        for request in requests:
+            self._engine.add(request)
+        while not recorder.is_done:
+            report = await self._engine.next_report()
+            recorder.absorb(time.perf_counter(), report.outputs, report.stats, report.times)
+
+    def close(self) -> None:
+        """See Driver."""
+        self._runner.run(self._engine.close())
+        self._runner.close()
+
+
+class Ours:
+    """Builds an engine for each batch, one at a time, and runs requests through it."""
+
+    def __init__(self, config: EngineConfig, mode: str) -> None:
+        self._config = config
+        kinds: dict[str, Callable[[EngineConfig], Driver]] = {"process": ProcessDriver, "inprocess": InProcessDriver}
+        self._kind = kinds[mode]
+        self._driver: Driver | None = None
+        self._batch = 0
+        self._times = StepTimes()
+        self._num_hits = 0
+
+    def prepare(self, batch: int, num_kv_blocks: int) -> dict[str, Any]:
+        """An engine with room for `batch` sequences; answers its EngineInfo."""
+        self.close()
+        config = dataclasses.replace(self._config, max_num_seqs=batch, num_kv_blocks=num_kv_blocks)
+        driver = self._kind(config)
+        info = driver.start()
+        self._driver, self._batch = driver, batch
+        self._times, self._num_hits = StepTimes(), 0
+        return dataclasses.asdict(info)
+
+    def run(self, requests: list[tuple[list[int], int]]) -> dict[str, Any]:
+        """Run (prompt ids, output tokens) requests, all offered at once; answers an OursRun."""
+        if self._driver is None:
+            raise BenchError("there is no engine yet: prepare comes before run")
+        made = [
+            EngineRequest(
+                seq_id=str(index),
+                prompt_ids=tuple(prompt_ids),
+                sampling=SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True),
+                seed=0,
+            )
+            for index, (prompt_ids, num_output) in enumerate(requests)
+        ]
+        recorder = Recorder(
+            len(made), started_s=time.perf_counter(), before=self._times, num_hits_before=self._num_hits
+        )
+        self._driver.drive(made, recorder)
+        self._times, self._num_hits = recorder.times, recorder.num_hits
+        return dataclasses.asdict(recorder.run(self._batch))
+
+    def close(self) -> None:
+        """Let go of the engine."""
+        if self._driver is not None:
+            self._driver.close()
+            self._driver = None
+
+
+def main() -> None:
+    """Entry point of the process."""
+    options = json.loads(sys.argv[1])
+    ours = Ours(EngineConfig(**options["config"]), options["mode"])
+    serve({"prepare": ours.prepare, "run": ours.run})
+    ours.close()
+
+
+if __name__ == "__main__":
+    main()

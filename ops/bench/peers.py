@@ -1,0 +1,183 @@
+"""The peer's side: `transformers` generate on the same weights, as a static batch or one by one.
+
+    python -m ops.bench.peers '{"model_path": ..., "cache_dir": ..., "dtype": ..., "device": ..., "num_threads": ...}'
+
+It is run as it performs best without changes to it: inference mode, SDPA attention, its default KV cache, torch's own
+number of threads unless one was asked for.
+"""
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from model.config import ModelConfig
+from model.loader import load_checkpoint
+from model.tokenizer import Tokenizer
+from model.weights import LM_HEAD
+from ops.bench.errors import BenchError
+from ops.bench.runs import PeerRun
+from ops.bench.side import serve
+
+if TYPE_CHECKING:
+    import torch
+
+Request = tuple[list[int], int]
+"""Prompt ids, and the number of output tokens."""
+
+PAD_ID = 0
+
+
+class TransformersPeer:
+    """A model of `transformers`, in this process."""
+
+    def __init__(
+        self, model_path: str, cache_dir: str | None, dtype: str, device: str, num_threads: int | None
+    ) -> None:
+        self._path = Path(model_path)
+        self._cache_dir = None if cache_dir is None else Path(cache_dir)
+        self._dtype = dtype
+        self._device = device
+        self._num_threads = num_threads
+        self._model: Any = None
+
+    def prepare(self) -> dict[str, Any]:
+        """Load the model; answers what it runs with."""
+        import torch
+
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+        checkpoint = load_checkpoint(self._path, cache_dir=self._cache_dir)
+        self._model = build_model(checkpoint.config, checkpoint.weights, getattr(torch, self._dtype)).to(self._device)
+        return {
+            "threads": torch.get_num_threads(),
+            "attention": self._model.config._attn_implementation,
+            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "class": type(self._model).__name__,
+        }
+
+    def run(self, requests: list[Request], batch: int) -> dict[str, Any]:
+        """Take the requests in groups of `batch`, each until its longest reply is reached; answers a PeerRun."""
+        reply_s: list[float] = []
+        num_steps = 0
+        first_ids: list[int] = []
+        started = time.perf_counter()
+        for start in range(0, len(requests), batch):
+            group = requests[start : start + batch]
+            group_started = time.perf_counter()
+            replies = self._generate(group)
+            reply_s.extend([time.perf_counter() - group_started] * len(group))
+            num_steps += max(num_output for _, num_output in group)
+            if start == 0:
+                first_ids = replies[0]
+        run = PeerRun(
+            wall_s=time.perf_counter() - started,
+            num_output_tokens=sum(num_output for _, num_output in requests),
+            num_steps=num_steps,
+            reply_s=reply_s,
+            first_ids=first_ids,
+        )
+        return asdict(run)
+
+    def _generate(self, group: list[Request]) -> list[list[int]]:
+        """Each request's wanted ids. Raises BenchError where the peer stops early: its time would count for less."""
+        import torch
+
+        input_ids, mask = left_padded([prompt_ids for prompt_ids, _ in group])
+        longest = max(num_output for _, num_output in group)
+        with torch.inference_mode():
+            ids = self._model.generate(
+                input_ids.to(self._device), attention_mask=mask.to(self._device), max_new_tokens=longest
+            )
+        generated = ids[:, input_ids.shape[1] :].tolist()
+        if len(generated[0]) != longest:
+            raise BenchError(f"generate made {len(generated[0])} tokens instead of {longest}")
+        return [reply[:num_output] for reply, (_, num_output) in zip(generated, group, strict=True)]
+
+    def judge(self, prompt_ids: list[int], ids: list[int]) -> list[float]:
+        """For each of `ids`, by how much the peer's largest logit exceeds this id's, given all that is before it.
+
+        Only ids that the tokenizer knows are looked at: the engine draws no others.
+        """
+        import torch
+
+        vocab_size = Tokenizer.from_checkpoint(self._path).vocab_size
+        with torch.inference_mode():
+            known = torch.tensor([prompt_ids + ids[:-1]], device=self._device)
+            logits = self._model(known).logits[0, len(prompt_ids) - 1 :, :vocab_size].float()
+        chosen = logits.gather(1, torch.tensor(ids, device=self._device)[:, None])[:, 0]
+        gaps: list[float] = (logits.max(dim=1).values - chosen).tolist()
+        return gaps
+
+
+def build_model(config: ModelConfig, weights: Any, dtype: "torch.dtype") -> Any:
+    """The `transformers` model of this configuration, with weights of Hugging Face names.
+
+    Raises BenchError where a weight is missing or left over: it would be another model.
+    """
+    import transformers
+
+    model_class = getattr(transformers, config.architecture)
+    peer_config = model_class.config_class(**_peer_values(config))
+    model = model_class._from_config(peer_config, dtype=dtype, attn_implementation="sdpa").eval()
+    missing, unexpected = model.load_state_dict(dict(weights), strict=False)
+    missing = [name for name in missing if not (config.tie_word_embeddings and name == LM_HEAD)]
+    if missing or unexpected:
+        raise BenchError(f"transformers' {config.architecture} lacks {missing} or doesn't know {unexpected}")
+    # The workload says how long replies are: nothing else ends one.
+    model.generation_config = transformers.GenerationConfig(
+        do_sample=False, use_cache=True, eos_token_id=None, bos_token_id=None, pad_token_id=PAD_ID
+    )
+    return model
+
+
+def _peer_values(config: ModelConfig) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "hidden_act": config.hidden_act,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "rope_parameters": {
+            "rope_type": config.rope.kind,
+            "rope_theta": config.rope.theta,
+            "partial_rotary_factor": config.rope.partial_rotary_factor,
+            **config.rope.params,
+        },
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": PAD_ID,
+    }
+    if config.architecture == "LlamaForCausalLM":
+        values |= {"attention_bias": config.o_bias, "mlp_bias": config.mlp_bias}
+    if config.architecture == "MistralForCausalLM":
+        values["sliding_window"] = None
+    return values
+
+
+def left_padded(prompts: list[list[int]]) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Ids and attention mask, int64 [num_prompts, longest prompt]: every prompt ends in the last column."""
+    import torch
+
+    width = max(len(prompt) for prompt in prompts)
+    ids = [[PAD_ID] * (width - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+def main() -> None:
+    """Entry point of the process."""
+    peer = TransformersPeer(**json.loads(sys.argv[1]))
+    serve({"prepare": peer.prepare, "run": peer.run, "judge": peer.judge})
+
+
+if __name__ == "__main__":
+    main()
