@@ -59,6 +59,20 @@ def continue_greedily(model: Any, prompt_ids: list[int]) -> Continuation:
     return Continuation(prompt_ids, made.sequences[0, len(prompt_ids) :].tolist(), [round(gap, 6) for gap in gaps])
 
 
+def recompute(model: Any, made: Continuation) -> list[int]:
+    """Each new token anew, from the prompt and the stored tokens before it, in one pass instead of 64.
+
+    By induction the result equals `made.ids` exactly where greedy decoding would give them again.
+    """
+    import torch
+
+    ids = torch.tensor([made.prompt_ids + made.ids[:-1]])
+    with torch.inference_mode():
+        logits = model(ids, use_cache=False, logits_to_keep=NUM_NEW_TOKENS).logits
+    tokens: list[int] = logits[0].argmax(-1).tolist()
+    return tokens
+
+
 def sha256_of(path: Path) -> str:
     """The hash of a file's bytes."""
     with path.open("rb") as file:

@@ -91,8 +91,8 @@ CUTS: Final = [
     ("science", 0, 240),
     ("mill", 50, 256),
     ("code", 0, 300),
-    ("mill", 30, 384),
-    ("mill", 10, 500),
+    ("mill+science", 30, 384),
+    ("mill+code", 10, 500),
     ("mill+science", 0, 600),
 ]
 
