@@ -78,7 +78,8 @@ class EmbeddedServer:
     @property
     def url(self) -> str:
         """Where the server is, password included."""
-        return f"redis://:{self._password}@127.0.0.1:{self._port}/0"
+        # The user is named because redis-cli 6.2 takes an empty one for a name.
+        return f"redis://default:{self._password}@127.0.0.1:{self._port}/0"
 
     @property
     def port(self) -> int:
