@@ -25,7 +25,7 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 3,
     "num_key_value_heads": 1,
     "head_dim": 16,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "hidden_act": "silu",

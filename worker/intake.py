@@ -99,7 +99,7 @@ class Intake:
         enqueued_ms = min(now_ms, int(entry.entry_id.partition("-")[0]))
         job = Job(entry, envelope, writer, JobTimes(enqueued_ms=enqueued_ms, opened_ms=now_ms))
         self._table.add(job)
-        log.info("job_opened", attempt=writer.attempt, covered=result.covered, queue_ms=now_ms - enqueued_ms)
+        log.debug("job_opened", attempt=writer.attempt, covered=result.covered, queue_ms=now_ms - enqueued_ms)
         try:
             self._check_wanted(entry, envelope, result, now_ms)
             await self._start(job, result)
@@ -171,7 +171,7 @@ class Intake:
 
     async def _refuse(self, job: Job, error: JobError) -> None:
         """End a job that can't run. One whose reply nobody knows to read is kept as a dead letter too."""
-        log.info("job_refused", code=str(error.code), message=error.message)
+        log.info("job_refused", code=str(error.code))
         is_reply_unknown = job.envelope.is_id_malformed or b"id" not in job.entry.fields
         if error.code is ErrorCode.POISON or (error.code is ErrorCode.BAD_REQUEST and is_reply_unknown):
             await self._dead_letter(job.entry, error.code)

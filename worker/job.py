@@ -110,6 +110,14 @@ class Job:
         self.is_over, self.outcome, self.times.finished_ms = True, str(error.code), now_ms
         self.writer.error(error, meta=None if self.request is None else self.request.meta)
 
+    def queue_ms(self) -> int:
+        """From the XADD to the first step that computed this job: the wait in the stream and that in the engine."""
+        stats = None if self.generation is None else self.generation.stats
+        waited_ms = max(0, self.times.opened_ms - self.times.enqueued_ms)
+        if stats is None or stats.first_scheduled_s is None:
+            return waited_ms
+        return waited_ms + round((stats.first_scheduled_s - stats.arrival_s) * 1000)
+
     def usage(self) -> dict[str, int]:
         """Tokens: of the prompt, generated, found in the prefix cache, and taken over from earlier attempts."""
         stats = None if self.generation is None else self.generation.stats
@@ -126,9 +134,10 @@ class Job:
         stats = None if self.generation is None else self.generation.stats
         end_ms = times.finished_ms or times.opened_ms
         first_ms = times.first_token_ms or end_ms
+        queue_ms = self.queue_ms()
         return {
-            "queue_ms": max(0, times.opened_ms - times.enqueued_ms),
-            "prefill_ms": first_ms - times.opened_ms,
+            "queue_ms": queue_ms,
+            "prefill_ms": max(0, first_ms - times.enqueued_ms - queue_ms),
             "decode_ms": end_ms - first_ms,
             "first_token_ms": max(0, first_ms - times.enqueued_ms),
             "preemptions": 0 if stats is None else stats.num_preemptions,

@@ -141,6 +141,8 @@ class JobsInFlight:
 
     def _count(self, job: Job, finished_ms: int) -> None:
         stats = None if job.generation is None else job.generation.stats
+        if stats is not None:
+            self._metrics.first_scheduled(job.queue_ms() / 1000)
         outcome = "ok" if job.outcome == "done" else job.outcome
         self._metrics.job_settled(outcome, (finished_ms - job.times.enqueued_ms) / 1000, stats)
 

@@ -30,6 +30,7 @@ class QueueLinks:
     keys: QueueKeys
     clock: ServerClock
     commands: Link
+    reading: Link
     leases: Leases
     source: JobSource
     replies: Replies
@@ -70,6 +71,7 @@ class QueueLinks:
             keys=keys,
             clock=clock,
             commands=commands,
+            reading=reading,
             leases=leases,
             source=source,
             replies=Replies(
@@ -93,8 +95,8 @@ class QueueLinks:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the connections that carry work are up."""
-        return all(link.is_up for link in self.links[1:4])
+        """Whether the connection that jobs are read from is up; it is in use all the time."""
+        return self.reading.is_up
 
     async def close(self) -> None:
         """Close all connections."""

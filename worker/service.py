@@ -120,9 +120,17 @@ class Service:
             await self._links.clock.sync(self._links.commands)
             await self._links.source.ensure_groups()
             background = self._start_background()
-            log.info("worker_ready", num_blocks=info.num_blocks, max_model_len=info.max_model_len, device=info.device)
+            url = None if status is None else f"http://{self._settings.metrics_host}:{status.port}"
+            log.info(
+                "worker_ready",
+                device=info.device,
+                dtype=info.dtype,
+                num_blocks=info.num_blocks,
+                max_model_len=info.max_model_len,
+                engine_pid=info.pid,
+                metrics_url=url,
+            )
             if ready is not None:
-                url = None if status is None else f"http://{self._settings.metrics_host}:{status.port}"
                 ready(ServiceInfo(self._worker_id, self._settings.queue, redis_version, info, url))
             await self._take_jobs(intake)
             await self._shut_down(background)
