@@ -19,7 +19,7 @@ from tests.golden.reference import (
 from tests.golden.reference_prompts import reference_prompts
 
 NEAR_TIE = 1e-4
-REMADE = ["mill-0-5", "languages-60-48", "chat-0", "mill+science-0-600"]
+REMADE = ["mill-0-5", "languages-60-48", "chat-0", "science-10-127"]
 
 
 @pytest.fixture(scope="module")
