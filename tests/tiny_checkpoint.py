@@ -68,7 +68,7 @@ def _weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
 
     def random(*shape: int) -> torch.Tensor:
         # Wide enough that greedy text wanders instead of repeating one token.
-        return torch.randn(shape, generator=generator) * (2.0 / shape[-1] ** 0.5)
+        return torch.randn(shape, generator=generator).mul_(2.0 / float(shape[-1]) ** 0.5)
 
     weights = {
         "model.embed_tokens.weight": random(config["vocab_size"], hidden),

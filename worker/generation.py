@@ -7,6 +7,9 @@ from scheduler.output import FinishReason, SequenceOutput, SequenceStats
 from scheduler.sampling_params import SamplingParams
 from worker.text import TextStream
 
+# Last tokens of a prompt that the text goes on from: more than a character can have bytes.
+PROMPT_TAIL = 6
+
 
 class Generation:
     """Turns the engine's token ids into text and ends it at a stop string. Owned by one job or one offline prompt.
@@ -15,13 +18,15 @@ class Generation:
     a step or more after the token was drawn: what the engine drew beyond is cut off.
     """
 
-    def __init__(self, sampling: SamplingParams, tokenizer: Tokenizer) -> None:
+    def __init__(self, sampling: SamplingParams, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self.sampling = sampling
         self.ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stats: SequenceStats | None = None
         self.error: str | None = None
-        self._stream = TextStream(tokenizer, sampling.stop, include_stop=sampling.include_stop)
+        self._stream = TextStream(
+            tokenizer, sampling.stop, include_stop=sampling.include_stop, prompt_tail=prompt_ids[-PROMPT_TAIL:]
+        )
         self._ready: list[str] = []
         self._tail = ""
 
@@ -73,6 +78,8 @@ class Generation:
         self.finish_reason = reason
         if reason is not None:
             self._tail = self._stream.finish()
+            if self._stream.finished_by_stop:  # one that only the last, held-back characters completed
+                self.finish_reason = FinishReason.STOP
         return False
 
     def take_text(self) -> str:

@@ -128,7 +128,7 @@ class Intake:
         served = self._served
         job.prompt_ids = await asyncio.to_thread(prompt_ids_of, request, served.tokenizer)
         max_tokens = check_fits(request, job.prompt_ids, served.info)
-        generation = Generation(request.sampling, served.tokenizer)
+        generation = Generation(request.sampling, served.tokenizer, job.prompt_ids)
         drawn_seed = secrets.randbits(63)
         if result.covered or result.is_resumed:
             recovered = await persist(lambda: self._links.replies.recover(job.writer), cap_s=self._max_wait_s)

@@ -151,7 +151,7 @@ class _Run:
     ) -> None:
         self.prompt = prompt
         self.prompt_ids = prompt_ids
-        self.generation = Generation(sampling, tokenizer)
+        self.generation = Generation(sampling, tokenizer, prompt_ids)
 
     def completion(self) -> Completion:
         """The end result. Raises PagemillError if there is none, which would be a fault of the engine."""

@@ -2,6 +2,7 @@
 
 import json
 import time
+from typing import Any
 
 import msgpack
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tests.e2e.workers import Queue, WorkerProcess, eventually
 from worker.streams.keys import LANES
 
-GREEDY = {"temperature": 0, "ignore_eos": 1}
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": 1}
 
 
 def test_a_prompt_is_completed_and_streamed(queue: Queue) -> None:
@@ -38,7 +39,7 @@ def test_event_ids_are_the_attempt_and_a_count(queue: Queue) -> None:
 def test_the_same_job_in_every_form_gets_the_same_answer(queue: Queue) -> None:
     prompt = "naïve 東京"
     body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    forms = [
+    forms: list[dict[str, Any]] = [
         {"prompt": prompt, "max_tokens": 8, **GREEDY},
         {"tokens": json.dumps(ids_of(prompt)), "max_tokens": 8, **GREEDY},
         {"payload": json.dumps(body), "encoding": "json"},
@@ -87,7 +88,14 @@ def test_max_tokens_left_out_means_what_is_left_of_the_context(queue: Queue) -> 
 
 
 def test_a_seed_gives_the_same_text_alone_and_in_a_crowd(queue: Queue) -> None:
-    job = {"prompt": "seeded", "max_tokens": 16, "temperature": 1.5, "top_p": 0.9, "seed": 7, "ignore_eos": 1}
+    job: dict[str, Any] = {
+        "prompt": "seeded",
+        "max_tokens": 16,
+        "temperature": 1.5,
+        "top_p": 0.9,
+        "seed": 7,
+        "ignore_eos": 1,
+    }
     alone = queue.run(**job)
     ids = [queue.enqueue(**job)] + [queue.enqueue(prompt=f"crowd {i}", max_tokens=16) for i in range(6)]
     ids.append(queue.enqueue(**job))

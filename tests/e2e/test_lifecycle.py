@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from tests.e2e.conftest import StartWorker
 from tests.e2e.workers import PAGEMILL, Queue, assert_gone, eventually
 
-LONG = {"prompt": "a long story", "max_tokens": 1500, "temperature": 0, "ignore_eos": 1}
+LONG: dict[str, Any] = {"prompt": "a long story", "max_tokens": 1500, "temperature": 0, "ignore_eos": 1}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -91,13 +92,34 @@ def test_a_killed_engine_is_replaced_and_its_jobs_go_on(start_worker: StartWorke
 
 def test_the_embedded_server_and_its_jobs_survive_a_kill_of_everything(tiny_model: Path, tmp_path: Path) -> None:
     """Started without a Redis; killed with SIGKILL; nothing is left running, and the next start has the jobs."""
-    arguments = [PAGEMILL, "serve", "--model", tiny_model, "--data-dir", tmp_path, "--queue", "q", "--num-threads", "1"]
+    arguments: list[str | Path] = [
+        PAGEMILL,
+        "serve",
+        "--model",
+        tiny_model,
+        "--data-dir",
+        tmp_path,
+        "--queue",
+        "q",
+        "--num-threads",
+        "1",
+    ]
     arguments += ["--num-kv-blocks", "64", "--log-format", "json", "--max-num-seqs", "4"]
     arguments += ["--lease-ms", "2000"]
     family = start_and_wait(arguments, tmp_path)
     killed = family[0]
     url = (tmp_path / "redis.url").read_text().strip()
-    enqueue = [PAGEMILL, "redis", "--redis-url", url, "XADD", "pagemill:{q}:jobs:normal", "*", "id", "kept"]
+    enqueue: list[str | Path] = [
+        PAGEMILL,
+        "redis",
+        "--redis-url",
+        url,
+        "XADD",
+        "pagemill:{q}:jobs:normal",
+        "*",
+        "id",
+        "kept",
+    ]
     killed.suspend()  # so that the job is not done when everything dies
     subprocess.run([*enqueue, "prompt", "abc", "max_tokens", "3"], check=True, capture_output=True, timeout=30)
     eventually(lambda: aof_holds(tmp_path, b"kept"), "the job to be on disk")
@@ -106,7 +128,7 @@ def test_the_embedded_server_and_its_jobs_survive_a_kill_of_everything(tiny_mode
     assert_gone(family)
     family = start_and_wait(arguments, tmp_path)
     url = (tmp_path / "redis.url").read_text().strip()
-    read = [PAGEMILL, "redis", "--redis-url", url, "XRANGE", "pagemill:{q}:reply:kept", "-", "+"]
+    read: list[str | Path] = [PAGEMILL, "redis", "--redis-url", url, "XRANGE", "pagemill:{q}:reply:kept", "-", "+"]
     eventually(lambda: b"length" in subprocess.run(read, check=True, capture_output=True).stdout, "the job to end")
     family[0].terminate()
     family[0].wait()

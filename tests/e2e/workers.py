@@ -156,7 +156,7 @@ class Queue:
         self.keys = keys
         self.redis = RespClient(url)
 
-    def enqueue(self, lane: str = "normal", **fields: Part) -> str:
+    def enqueue(self, lane: str = "normal", **fields: Any) -> str:
         """XADD a job with these flat fields; answers its id (`id`, or the one that follows from its entry)."""
         return self.enqueue_fields([part for pair in fields.items() for part in pair], lane, str(fields.get("id", "")))
 
@@ -181,7 +181,7 @@ class Queue:
                 return Reply(events)
         raise AssertionError(f"{job_id} did not end within {timeout_s} s: {events}")
 
-    def run(self, **fields: Part) -> Reply:
+    def run(self, **fields: Any) -> Reply:
         """Enqueue a job and wait for its end."""
         return self.wait(self.enqueue(**fields))
 
@@ -192,9 +192,12 @@ class Queue:
 
     def assert_settled(self) -> None:
         """Nothing is left in any lane, and nothing is pending."""
-        for lane in LANES:
-            eventually(lambda lane=lane: self.redis.call("XLEN", self.keys.jobs(lane)) == 0, f"lane {lane} to be empty")
-            assert self.redis.pending(self.keys.jobs(lane)) == {}
+        eventually(lambda: not self.num_queued(), "all lanes to be empty")
+        assert [self.redis.pending(self.keys.jobs(lane)) for lane in LANES] == [{}, {}, {}]
+
+    def num_queued(self) -> int:
+        """Entries in all lanes: waiting, and taken but not settled."""
+        return sum(self.redis.call("XLEN", self.keys.jobs(lane)) for lane in LANES)
 
     def close(self) -> None:
         """Close the connection."""
