@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 
 import psutil
 
-from ops.bench.side import SideProcess
+from ops.bench.side import Side
 
 PACKAGES: Final = ("pagemill", "torch", "transformers", "numba", "numpy")
 # Instruction sets that decide how fast matrices are multiplied on a CPU.
@@ -83,7 +83,7 @@ class Disturbance:
 class DisturbanceMeter:
     """Measures a Disturbance over the block: `with DisturbanceMeter(running, all_sides) as meter`."""
 
-    def __init__(self, running: SideProcess, sides: Sequence[SideProcess]) -> None:
+    def __init__(self, running: Side, sides: Sequence[Side]) -> None:
         self._running = running
         self._sides = sides
 

@@ -8,7 +8,7 @@ from typing import Any
 from ops.bench.errors import BenchError
 from ops.bench.machine import Disturbance, DisturbanceMeter
 from ops.bench.runs import OursRun, PeerRun
-from ops.bench.side import SideProcess
+from ops.bench.side import Side
 from ops.bench.workload import BenchRequest, Lengths, make_requests, warm_up_lengths
 
 # By how much another token's logit may exceed the chosen one's where rounding alone can tell them apart.
@@ -51,8 +51,8 @@ class Measurement:
 
     def __init__(
         self,
-        ours: SideProcess,
-        peer: SideProcess | None,
+        ours: Side,
+        peer: Side | None,
         *,
         vocab_size: int,
         block_size: int,
@@ -111,10 +111,10 @@ class Measurement:
         return run
 
     @staticmethod
-    def _run_peer(peer: SideProcess, requests: list[BenchRequest], batch: int) -> PeerRun:
+    def _run_peer(peer: Side, requests: list[BenchRequest], batch: int) -> PeerRun:
         return PeerRun(**peer.ask("run", requests=_plain(requests), batch=batch))
 
-    def _check(self, peer: SideProcess, result: BatchResult, request: BenchRequest) -> TokenCheck:
+    def _check(self, peer: Side, result: BatchResult, request: BenchRequest) -> TokenCheck:
         ours, theirs = result.ours[-1].first_ids, result.peer[-1].first_ids
         if ours == theirs:
             return TokenCheck(result.batch, len(ours), "equal")

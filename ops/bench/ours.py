@@ -105,19 +105,21 @@ class Ours:
         kinds: dict[str, Callable[[EngineConfig], Driver]] = {"process": ProcessDriver, "inprocess": InProcessDriver}
         self._kind = kinds[mode]
         self._driver: Driver | None = None
-        self._batch = 0
+        self._info: EngineInfo | None = None
         self._times = StepTimes()
         self._num_hits = 0
 
     def prepare(self, batch: int, num_kv_blocks: int) -> dict[str, Any]:
-        """An engine with room for `batch` sequences; answers its EngineInfo."""
-        self.close()
+        """An engine with room for `batch` sequences, built unless it stands already; answers its EngineInfo."""
         config = dataclasses.replace(self._config, max_num_seqs=batch, num_kv_blocks=num_kv_blocks)
-        driver = self._kind(config)
-        info = driver.start()
-        self._driver, self._batch = driver, batch
-        self._times, self._num_hits = StepTimes(), 0
-        return dataclasses.asdict(info)
+        if self._info is None or config != self._config:
+            self.close()
+            self._config = config
+            driver = self._kind(config)
+            self._info = driver.start()
+            self._driver = driver
+            self._times, self._num_hits = StepTimes(), 0
+        return dataclasses.asdict(self._info)
 
     def run(self, requests: list[tuple[list[int], int]]) -> dict[str, Any]:
         """Run (prompt ids, output tokens) requests, all offered at once; answers an OursRun."""
@@ -137,13 +139,13 @@ class Ours:
         )
         self._driver.drive(made, recorder)
         self._times, self._num_hits = recorder.times, recorder.num_hits
-        return dataclasses.asdict(recorder.run(self._batch))
+        return dataclasses.asdict(recorder.run(self._config.max_num_seqs))
 
     def close(self) -> None:
         """Let go of the engine."""
         if self._driver is not None:
             self._driver.close()
-            self._driver = None
+            self._driver = self._info = None
 
 
 def main() -> None:

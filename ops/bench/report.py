@@ -126,6 +126,8 @@ def print_report(report: dict[str, Any]) -> None:
         "Output tokens a second", THROUGHPUT_COLUMNS, [row for batch in batches for row in _throughput_rows(batch)]
     )
     print_table("pagemill in detail", DETAIL_COLUMNS, [_detail_row(batch) for batch in batches])
+    if not report["bars"]:
+        return
     rows = [
         (bar["name"], bar["batch"], f"{bar['value']:.3g}", _wanted(bar), "yes" if bar["is_met"] else "NO")
         for bar in report["bars"]

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from typing import IO, Any, Self, cast
+from typing import IO, Any, Protocol, Self, cast
 
 import psutil
 
@@ -22,6 +22,18 @@ from worker.errors import PagemillError
 CLOSE_GRACE_S = 10.0
 
 Handler = Callable[..., Any]
+
+
+class Side(Protocol):
+    """Whom the measurement tells to run, and watches while it should sleep."""
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        """The reply to one command, waited for as long as it takes. Raises BenchError."""
+        ...
+
+    def cpu_seconds(self) -> float:
+        """Processor time that the side and its children have used."""
+        ...
 
 
 class SideProcess:
@@ -87,10 +99,15 @@ def serve(handlers: Mapping[str, Handler]) -> None:
         try:
             answer = {"reply": handlers[message.pop("do")](**message)}
         except PagemillError as error:
-            answer = {"error": str(error)}
+            answer = {"error": one_line(str(error))}
         except Exception as error:
             if os.environ.get("PAGEMILL_DEBUG", "") not in ("", "0"):
                 raise
-            answer = {"error": f"{type(error).__name__}: {error} (PAGEMILL_DEBUG=1 shows where)"}
+            answer = {"error": one_line(f"{type(error).__name__}: {error} (PAGEMILL_DEBUG=1 shows where)")}
         replies.write(json.dumps(answer) + "\n")
         replies.flush()
+
+
+def one_line(text: str) -> str:
+    """The text without line ends and rows of blanks."""
+    return " ".join(text.split())
