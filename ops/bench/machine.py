@@ -24,6 +24,8 @@ CPUINFO: Final = Path("/proc/cpuinfo")
 BUSY_SHARE: Final = 0.05
 # A side that sleeps uses less of a core than this.
 AWAKE_SHARE: Final = 0.02
+# Processor time is counted in ticks of about 10 ms: over less time than this a share means nothing.
+MIN_JUDGED_S: Final = 1.0
 
 
 def machine_facts() -> dict[str, Any]:
@@ -76,6 +78,7 @@ class Disturbance:
     the sides that should have slept.
     """
 
+    wall_s: float
     others_share: float
     idle_share: float
 
@@ -104,6 +107,7 @@ class DisturbanceMeter:
         used = [after - before for before, after in zip(self._before[2], self._after[2], strict=True)]
         idle_s = sum(each for side, each in zip(self._sides, used, strict=True) if side is not self._running)
         return Disturbance(
+            wall_s=wall_s,
             others_share=max(0.0, busy_s - sum(used)) / (wall_s * (psutil.cpu_count() or 1)),
             idle_share=idle_s / wall_s,
         )
@@ -118,13 +122,14 @@ def _busy_seconds() -> float:
 def warnings_of(facts: dict[str, Any], disturbances: Sequence[Disturbance]) -> list[str]:
     """Lines that say why these figures are not to be trusted; none on an idle machine."""
     lines = []
+    judged = [each for each in disturbances if each.wall_s >= MIN_JUDGED_S]
     if facts["busy_share"] > BUSY_SHARE:
         load = facts["load_average"][0]
         lines.append(f"the machine was {facts['busy_share']:.0%} busy before the bench began (load average {load:.1f})")
-    others = max((each.others_share for each in disturbances), default=0.0)
+    others = max((each.others_share for each in judged), default=0.0)
     if others > BUSY_SHARE:
         lines.append(f"other processes took up to {others:.0%} of the machine during a run: measure on an idle one")
-    awake = max((each.idle_share for each in disturbances), default=0.0)
+    awake = max((each.idle_share for each in judged), default=0.0)
     if awake > AWAKE_SHARE:
         lines.append(f"a side that should have slept took up to {awake:.0%} of a core while the other ran")
     return lines

@@ -128,9 +128,9 @@ def test_the_meter_tells_the_sleeping_side_s_work_from_the_running_one_s() -> No
 
 def test_a_busy_machine_and_a_side_awake_are_warned_of_and_an_idle_machine_is_not() -> None:
     idle = {"busy_share": 0.01, "load_average": [0.1, 0.1, 0.1]}
-    assert warnings_of(idle, [Disturbance(0.01, 0.0)]) == []
+    assert warnings_of(idle, [Disturbance(9.0, 0.01, 0.0), Disturbance(0.02, 1.0, 0.5)]) == []
     busy = {"busy_share": 0.6, "load_average": [3.2, 1.0, 1.0]}
-    lines = warnings_of(busy, [Disturbance(0.01, 0.0), Disturbance(0.3, 0.5)])
+    lines = warnings_of(busy, [Disturbance(9.0, 0.01, 0.0), Disturbance(1.5, 0.3, 0.5)])
     assert [line.split(":")[0] for line in lines] == [
         "the machine was 60% busy before the bench began (load average 3.2)",
         "other processes took up to 30% of the machine during a run",
