@@ -14,14 +14,10 @@ computes must not depend on the thread that runs it.
 """
 
 import ctypes
-import struct
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, Final
-
-import torch
 
 NEXT_ITEM: Final = 0
 NEXT_THREAD: Final = 8
@@ -29,11 +25,6 @@ NEXT_THREAD: Final = 8
 ARGUMENTS: Final = 16
 
 Body = Callable[[Any], None]
-
-
-def float_bits(value: float) -> int:
-    """A float64 as the int64 word that `load_f64` reads back."""
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
 @cache
@@ -74,15 +65,3 @@ def run_body(address: int, arguments: tuple[int, ...], num_threads: int) -> None
 @cache
 def _as_function(address: int) -> Body:
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
-
-
-_local = threading.local()
-
-
-def scratch(num_bytes: int) -> torch.Tensor:
-    """Working memory of at least this size that belongs to the calling Python thread until its next call."""
-    held: torch.Tensor | None = getattr(_local, "buffer", None)
-    if held is None or held.numel() < num_bytes:
-        held = torch.empty(num_bytes, dtype=torch.uint8)
-        _local.buffer = held
-    return held
