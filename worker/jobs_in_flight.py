@@ -20,6 +20,7 @@ from worker.metrics import WorkerMetrics
 from worker.queue_links import QueueLinks
 from worker.streams.leases import Entry, Loss
 from worker.streams.reply_writer import ReplyStatus, ReplyWriter
+from worker.trace_recorder import TraceRecorder
 
 log = structlog.get_logger(__name__)
 
@@ -28,7 +29,7 @@ MAX_ENGINE_DEATHS = 3
 
 
 class JobsInFlight:
-    """Owner of open jobs' lives. `on_room` is called whenever a place became free."""
+    """Owner of open jobs' lives. `on_room` is called whenever a place became free; `recorder` hears of settled jobs."""
 
     def __init__(
         self,
@@ -37,11 +38,13 @@ class JobsInFlight:
         metrics: WorkerMetrics,
         *,
         on_room: Callable[[], None],
+        recorder: TraceRecorder | None = None,
     ) -> None:
         self._table = table
         self._links = links
         self._metrics = metrics
         self._on_room = on_room
+        self._recorder = recorder
         self._closed: asyncio.Queue[Job] = asyncio.Queue()
         self.engine: EngineSupervisor | None = None
         self.names = WorkerNames("", "", "")
@@ -118,6 +121,8 @@ class JobsInFlight:
             record = {"finished": str(finished_ms)}
             status = await self._links.outcomes.settle(job.envelope, job.outcome, record=record)
             self._count(job, finished_ms)
+            if self._recorder is not None:
+                self._recorder.record(job, finished_ms)
             log.info(
                 "job_settled",
                 request_id=job.envelope.id,

@@ -40,6 +40,7 @@ from worker.settings import Settings, served_name
 from worker.streams.connection import Backoff, check_server
 from worker.streams.errors import StreamsError
 from worker.streams.leases import Entry
+from worker.trace_recorder import TraceRecorder
 from worker.watch import Watch
 
 log = structlog.get_logger(__name__)
@@ -81,7 +82,8 @@ class Service:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._links = QueueLinks.make(settings, self._url, self._worker_id, model=settings.queue)
-        self._jobs = JobsInFlight(self._table, self._links, self._metrics, on_room=self._room.set)
+        recorder = None if settings.record_trace is None else TraceRecorder(settings.record_trace)
+        self._jobs = JobsInFlight(self._table, self._links, self._metrics, on_room=self._room.set, recorder=recorder)
         self._links.leases.on_loss = self._jobs.on_loss
         self._engine = EngineSupervisor(
             lambda: make_engine(settings, progress), on_report=self._jobs.on_report, on_restart=self._jobs.on_restart
