@@ -10,6 +10,6 @@ SPIN_COUNT = "1000"
 
 
 def limit_spinning() -> None:
-    """Let waiting threads sleep soon, unless the user has said otherwise. Has an effect before torch is imported only."""
+    """Let waiting threads sleep soon, unless the user has said otherwise. Only of effect before torch is imported."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)

@@ -49,6 +49,8 @@ log = structlog.get_logger(__name__)
 NO_ROOM_S = 1.0
 # At the end: time to write what is gathered and to give unfinished jobs to a peer.
 HAND_OVER_S = 10.0
+# Names of the tasks that take entries in begin with this.
+ACCEPT = "accept "
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +221,7 @@ class Service:
                 await backoff.wait()
                 continue
             for entry in entries:
-                self._spawn(f"accept {entry.lane}/{entry.entry_id}", intake.accept(entry))
+                self._spawn(f"{ACCEPT}{entry.lane}/{entry.entry_id}", intake.accept(entry))
             self._metrics.set_jobs_held(len(self._links.leases))
 
     async def _without_room(self) -> list[Entry]:
@@ -285,6 +287,7 @@ class Service:
                 await self._until_empty(self._hurry)
         with contextlib.suppress(TimeoutError, StreamsError):
             async with asyncio.timeout(HAND_OVER_S):
+                await asyncio.gather(*(task for task in self._tasks if task.get_name().startswith(ACCEPT)))
                 for job in self._table:
                     if not job.is_over:
                         await self._jobs.hand_over(job)

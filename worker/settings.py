@@ -65,7 +65,8 @@ def _shown(text: str) -> dict[str, Any]:
 
 Weight = Annotated[int, Field(ge=1, le=1000)]
 Folder = Annotated[Path, AfterValidator(Path.expanduser)]
-TraceFile = Annotated[Path, AfterValidator(Path.expanduser)]
+# A text among the annotations is the word for what is accepted.
+TraceFile = Annotated[Path, AfterValidator(Path.expanduser), "file"]
 
 
 class Settings(BaseSettings):

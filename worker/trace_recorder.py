@@ -2,13 +2,14 @@
 
 One JSON line a settled job, in the order in which they end:
 
-    {"arrival_ms": 1700000000000, "prompt_tokens": 374, "output_tokens": 44, "first_token_ms": 81, "end_ms": 1630, …}
+    {"arrival_ms": 1700000000000, "prompt_tokens": 374, "output_tokens": 44, "end_ms": 1630, …}
 
-arrival_ms     when the job was enqueued, by the server's clock
-first_token_ms, end_ms   from then to the first token and to the end, to compare a simulation with
-tenant         a name that stands for the job's tenant, where it has one. It is made with a key that only this process
-               knows, so that it says who is the same, and not who it is
-priority       where it is not 0
+arrival_ms      when the job was enqueued, by the server's clock
+end_ms          from then to its end, to compare a simulation with
+first_token_ms  from then to the first token; missing where another worker began the job
+tenant          a name that stands for the job's tenant, where it has one. It is made with a key that only this process
+                knows, so that it says who is the same, and not who it is
+priority        where it is not 0
 """
 
 import json
@@ -61,19 +62,20 @@ class TraceRecorder:
 
 
 def trace_line(job: Job, finished_ms: int, key: bytes) -> dict[str, Any] | None:
-    """What is recorded of a job; None where it has nothing to tell."""
+    """What is recorded of a job; None where it has generated nothing."""
     times, request, generation = job.times, job.request, job.generation
-    if request is None or generation is None or times.first_token_ms is None:
+    if request is None or generation is None or not generation.ids:
         return None
     line: dict[str, Any] = {
         "arrival_ms": times.enqueued_ms,
         "prompt_tokens": len(job.prompt_ids),
         "output_tokens": len(generation.ids),
-        "first_token_ms": max(0, times.first_token_ms - times.enqueued_ms),
         "end_ms": max(0, finished_ms - times.enqueued_ms),
     }
+    if times.first_token_ms is not None and job.num_replayed == 0:
+        line["first_token_ms"] = max(0, times.first_token_ms - times.enqueued_ms)
     if request.tenant:
         line["tenant"] = blake2b(request.tenant.encode(), key=key, digest_size=6).hexdigest()
     if request.priority:
         line["priority"] = request.priority
-    return line if line["output_tokens"] else None
+    return line
