@@ -317,8 +317,8 @@ def test_what_a_failed_sequence_computed_is_forgotten_in_both_tiers() -> None:
 
 def test_the_cpu_tier_keeps_tenants_and_salts_apart() -> None:
     kv = KVCacheManager(CacheConfig(30, 4, 30))
-    for rest in ({"tenant": "t"}, {"cache_salt": "t"}, {"adapter": "t"}, {}):
-        seq = make_seq("a", prompt=list(range(9)), **rest)
+    for name in ("tenant", "cache_salt", "adapter"):
+        seq = make_seq("a", prompt=list(range(9)), **{name: "t"})  # type: ignore[arg-type]
         assert kv.allocate_slots(seq, 8) is not None
         seq.num_computed_tokens = 8
         kv.seal_full_blocks(seq)
