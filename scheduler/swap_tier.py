@@ -11,7 +11,7 @@ from scheduler.prefix_cache import PrefixCache
 from scheduler.sequence import Sequence, SequenceStatus
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Flight:
     """A transfer on its way: `device[i]` and `cpu[i]` are the two sides of one copy, each held by a reference.
 

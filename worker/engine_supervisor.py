@@ -60,8 +60,14 @@ class EngineSupervisor:
                 await self._restart(error)
                 continue
             self._last_step_s = time.monotonic()
+            self._tell_damage(report)
             self.last_report = report
             self._on_report(report)
+
+    def _tell_damage(self, report: StepReport) -> None:
+        before = 0 if self.last_report is None else self.last_report.stats.num_damaged_blocks
+        if report.stats.num_damaged_blocks > before:
+            log.error("swapped_blocks_damaged", num_blocks=report.stats.num_damaged_blocks - before, fate="recomputed")
 
     async def _restart(self, error: EngineDiedError) -> None:
         log.error("engine_died", error=str(error))
