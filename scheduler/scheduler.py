@@ -127,6 +127,19 @@ class Scheduler:
         self._end(seq, FinishReason.ABORTED)
         return True
 
+    def preempt(self, seq_id: str) -> bool:
+        """Have a running sequence give way although nobody needs its blocks; False if it does not run, or leads.
+
+        It comes back like any victim. Not between `schedule` and `update`.
+        """
+        assert self._in_flight is None, f"{seq_id} is preempted while step {self._step} computes"
+        seq = self._seqs.get(seq_id)
+        if seq is None or seq.status is not SequenceStatus.RUNNING or seq is self.running.leader:
+            return False
+        self.running.remove(seq)
+        self._preempt(seq)
+        return True
+
     def schedule(self, now: float) -> SchedulerOutput:
         """Decide the next step and allocate its blocks.
 

@@ -204,6 +204,22 @@ def test_many_that_outgrow_the_pool_are_swapped_without_recomputing_a_token() ->
     assert max(counts) <= 4
 
 
+def test_a_sequence_can_be_told_to_give_way_but_for_the_leader() -> None:
+    driver = Driver(make_scheduler(num_blocks=40, block_size=4, num_cpu_blocks=20, preemption_mode=SWAP))
+    driver.add(make_seq("leader", 3, 6), victim := make_seq("b", 3, 6))
+    assert not driver.scheduler.preempt("b"), "it does not run yet"
+    driver.step()
+    assert not driver.scheduler.preempt("leader")
+    assert not driver.scheduler.preempt("nobody")
+    assert driver.scheduler.preempt("b")
+    assert victim.status is SequenceStatus.SWAPPING_OUT
+    check(driver.scheduler)
+    assert not driver.scheduler.preempt("b")
+    expect_the_right_tokens_and_all_blocks_back(driver, "leader", "b")
+    assert victim.num_preemptions == 1
+    assert victim.num_recomputed_tokens == 0
+
+
 def test_the_leader_is_never_swapped() -> None:
     driver = Driver(make_scheduler(num_blocks=12, block_size=4, num_cpu_blocks=20, preemption_mode=SWAP))
     leader = make_seq("leader", 4, 40, priority=-1)
