@@ -159,8 +159,9 @@ class SchedulerStats:
     `num_filled_slots` of `num_allocated_slots`. `num_swapped` are the sequences that lie in the CPU tier or are on
     their way there or back; `num_transfers` the copies on their way.
 
-    The counters from `num_preemptions_recompute` on only grow. `num_full_tier_recomputes` are preemptions that would
-    have swapped, had the CPU tier had room; `num_damaged_blocks` were found with a wrong checksum, and recomputed.
+    The counters from `num_preemptions_recompute` on only grow. `num_missing_blocks` are the blocks that allocation
+    found missing for running sequences, summed over steps; `num_full_tier_recomputes` the preemptions that would have
+    swapped, had the CPU tier had room; `num_damaged_blocks` were found with a wrong checksum, and recomputed.
     """
 
     num_running: int
@@ -176,6 +177,7 @@ class SchedulerStats:
     num_recomputed_tokens: int
     prefix_queried_tokens: int
     prefix_hit_tokens: int
+    num_missing_blocks: int = 0
     num_full_tier_recomputes: int = 0
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0

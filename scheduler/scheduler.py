@@ -67,6 +67,7 @@ class Scheduler:
         self._step = 0
         self._serials = count()
         self._num_recomputed_tokens = 0
+        self._num_missing_blocks = 0
 
     @property
     def max_num_tokens(self) -> int:
@@ -207,6 +208,7 @@ class Scheduler:
             num_recomputed_tokens=self._num_recomputed_tokens,
             prefix_queried_tokens=kv.num_queried_tokens,
             prefix_hit_tokens=kv.num_hit_tokens,
+            num_missing_blocks=self._num_missing_blocks,
             num_full_tier_recomputes=self._preemptor.num_full_tier_recomputes,
             num_swapped_out_blocks=0 if swap is None else swap.num_out_blocks,
             num_swapped_in_blocks=0 if swap is None else swap.num_in_blocks,
@@ -238,7 +240,7 @@ class Scheduler:
         for it. So does a leader without anybody left to preempt: what it lacks is on its way.
         """
         running = self.running
-        has_lacked_blocks = False
+        last_lacking: Sequence | None = None
         index = 0
         while index < len(running) and adder.num_tokens_left > 0:
             seq = running[index]
@@ -246,13 +248,15 @@ class Scheduler:
             if adder.try_serve(seq, num_behind):
                 index += 1
                 continue
-            has_lacked_blocks = True
+            if seq is not last_lacking:
+                last_lacking = seq
+                self._num_missing_blocks += adder.num_missing_blocks(seq, num_behind)
             is_last = len(running) == 1 and self.kv.has_transfers
             if is_last or (self.kv.has_transfers and adder.try_reserve(seq, num_behind)):
                 index += 1
                 continue
             self._preempt(running.pop_victim())
-        return has_lacked_blocks
+        return last_lacking is not None
 
     def _remove_row(self, seq: Sequence) -> None:
         """Have the runner drop its row, if it has one: after a swap it gets it back with its next chunk only."""

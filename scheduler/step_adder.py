@@ -33,15 +33,18 @@ class StepAdder:
         stops a decode; but takes at least one itself.
         """
         num_tokens = self._num_chunk_tokens(seq, num_behind)
-        if self._num_reserved_blocks > 0:
-            num_new = self._kv.num_new_blocks(seq, num_tokens)
-            if 0 < num_new > self._kv.num_available_blocks - self._num_reserved_blocks:
-                return False
+        if self._num_reserved_blocks > 0 and self.num_missing_blocks(seq, num_behind) > 0:
+            return False
         new_block_ids = self._kv.allocate_slots(seq, num_tokens)
         if new_block_ids is None:
             return False
         self._add(seq, num_tokens, new_block_ids)
         return True
+
+    def num_missing_blocks(self, seq: Sequence, num_behind: int) -> int:
+        """Blocks that the next chunk of a running sequence needs beyond those that are free and not reserved."""
+        num_new = self._kv.num_new_blocks(seq, self._num_chunk_tokens(seq, num_behind))
+        return max(0, min(num_new, num_new - self._kv.num_available_blocks + self._num_reserved_blocks))
 
     def try_reserve(self, seq: Sequence, num_behind: int) -> bool:
         """Let a running sequence that was not served sit out this step, if copies on their way free what it lacks.

@@ -15,6 +15,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 SEED = 20260214
 # Each of the long prompts alone needs 42 blocks of 16 with its reply: a few fit, all of them never do.
@@ -75,8 +76,9 @@ def run_swapped(model: Path) -> dict[str, object]:
     from worker.llm import LLM
 
     greedy = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
-    options = {"num_kv_blocks": SWAPPED_BLOCKS, "num_swap_blocks": SWAP_BLOCKS, "preemption_mode": "swap"}
-    with LLM(str(model), enable_prefix_caching=False, check_invariants="step", **options) as llm:
+    tiers = {"num_kv_blocks": SWAPPED_BLOCKS, "num_swap_blocks": SWAP_BLOCKS}
+    options: dict[str, Any] = {"preemption_mode": "swap", "enable_prefix_caching": False, "check_invariants": "step"}
+    with LLM(str(model), **tiers, **options) as llm:
         engine, scheduler = llm.engine, llm.engine.scheduler
         engine.add(EngineRequest("leader", (1, 2, 3), SamplingParams(max_tokens=2000, ignore_eos=True), seed=0))
         engine.step()
