@@ -3,6 +3,8 @@
 Loading is by name on first use; `warmup` does it ahead, so that a first start can show what it waits for.
 """
 
+import struct
+import threading
 from collections.abc import Callable
 from functools import cache
 
@@ -23,11 +25,34 @@ def _address(name: str) -> int:
     return address(name)
 
 
-def launch(name: str, arguments: tuple[int, ...], num_threads: int | None = None) -> None:
-    """Run a body over its work items; `num_threads` defaults to torch.get_num_threads()."""
+@cache
+def float_bits(value: float) -> int:
+    """A float64 as the int64 word that `load_f64` reads back."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+_local = threading.local()
+
+
+def scratch(num_bytes: int) -> torch.Tensor:
+    """Working memory of at least this size that belongs to the calling Python thread until its next call."""
+    held: torch.Tensor | None = getattr(_local, "buffer", None)
+    if held is None or held.numel() < num_bytes:
+        held = torch.empty(num_bytes, dtype=torch.uint8)
+        _local.buffer = held
+    return held
+
+
+@cache
+def _run_body() -> Callable[[int, tuple[int, ...], int], None]:
     from kernels.cpu.parallel import run_body
 
-    run_body(_address(name), arguments, torch.get_num_threads() if num_threads is None else num_threads)
+    return run_body
+
+
+def launch(name: str, arguments: tuple[int, ...], num_threads: int | None = None) -> None:
+    """Run a body over its work items; `num_threads` defaults to torch.get_num_threads()."""
+    _run_body()(_address(name), arguments, torch.get_num_threads() if num_threads is None else num_threads)
 
 
 def takes_rows(x: torch.Tensor, num_columns: int) -> bool:

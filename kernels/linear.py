@@ -5,6 +5,7 @@ import torch
 from kernels.compiled import LANES, launch, product_address, threads_for
 from kernels.dispatch import has_compiled
 from kernels.errors import KernelInputError
+from kernels.memory import empty_in_huge_pages
 
 # Weights of one work item: they stay in a core's L2 cache while all rows pass over them.
 ITEM_BYTES = 256 << 10
@@ -41,7 +42,9 @@ class PackedLinear:
         padding = -self.out_features % LANES
         if padding:
             weight = torch.nn.functional.pad(weight, (0, 0, 0, padding))
-        self._weight = weight.to(dtype).view(-1, LANES, self.in_features).transpose(1, 2).contiguous()
+        panels = weight.to(dtype).view(-1, LANES, self.in_features).transpose(1, 2)
+        self._weight = empty_in_huge_pages(tuple(panels.shape))
+        self._weight.copy_(panels)
         # Without a bias one vector of zeros serves all panels; a tile reads up to four vectors from it.
         if self._plain_bias is None:
             self._bias, self._bias_step = torch.zeros(4 * LANES), 0

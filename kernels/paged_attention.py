@@ -7,10 +7,11 @@ keys of s     |<------------- context_lens[s] ------------->|
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
-from kernels.compiled import LANES, launch, product_address
+from kernels.compiled import LANES, float_bits, launch, product_address, scratch
 from kernels.dispatch import use_compiled
 from kernels.errors import KernelInputError
 
@@ -110,31 +111,32 @@ def _check(query: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata)
 def _can_launch(query: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, out: torch.Tensor) -> bool:
     """What the compiled kernel relies on: heads adjacent, whole vectors, int32 metadata with adjacent entries."""
     head_dim = query.shape[2]
+    adjacent = (head_dim, 1)
     return (
         use_compiled(query)
         and head_dim % LANES == 0
-        and kv_cache.stride(5) == query.stride(2) == out.stride(2) == 1
-        and kv_cache.stride(4) == query.stride(1) == out.stride(1) == head_dim
-        and meta.block_tables.stride(1) == 1
-        and all(
-            tensor.dtype is torch.int32 and tensor.stride(-1) == 1
-            for tensor in (meta.block_tables, meta.query_starts, meta.context_lens)
-        )
+        and kv_cache.stride()[4:] == query.stride()[1:] == out.stride()[1:] == adjacent
+        and meta.block_tables.dtype is meta.query_starts.dtype is meta.context_lens.dtype is torch.int32
+        and meta.block_tables.stride(1) == meta.query_starts.stride(0) == meta.context_lens.stride(0) == 1
     )
+
+
+@cache
+def _scratch_bytes(head_dim: int, group: int) -> int:
+    from kernels.cpu.attention import MAX_ROWS, scratch_bytes
+
+    return scratch_bytes(head_dim, max(group, MAX_ROWS))
 
 
 def _launch(
     query: torch.Tensor, kv_cache: torch.Tensor, layer: int, meta: AttentionMetadata, scale: float, out: torch.Tensor
 ) -> None:
-    from kernels.cpu.attention import MAX_ROWS, scratch_bytes
-    from kernels.cpu.parallel import float_bits, scratch
-
     num_kv_heads, head_dim = kv_cache.shape[4], kv_cache.shape[5]
     group = query.shape[1] // num_kv_heads
     # A row of the table is read up to its last needed entry only, so its width does not matter here.
     block_stride, layer_stride, value_stride, slot_stride = (4 * n for n in kv_cache.stride()[:4])
     num_threads = torch.get_num_threads()
-    thread_bytes = scratch_bytes(head_dim, max(group, MAX_ROWS))
+    thread_bytes = _scratch_bytes(head_dim, group)
     launch(
         "attention",
         (

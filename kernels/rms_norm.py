@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.compiled import launch, takes_rows, threads_for
+from kernels.compiled import float_bits, launch, takes_rows, threads_for
 from kernels.errors import KernelInputError
 
 
@@ -40,8 +40,6 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    from kernels.cpu.parallel import float_bits
-
     num_rows, hidden = x.shape
     weight = weight.contiguous()
     out = torch.empty((num_rows, hidden))

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.compiled import launch
+from kernels.compiled import launch, scratch
 from kernels.dispatch import use_compiled
 from kernels.errors import KernelInputError
 from kernels.noise import gumbel, row_keys
@@ -68,7 +68,6 @@ def _launch(
     positions: torch.Tensor,
     vocab_limit: int,
 ) -> torch.Tensor:
-    from kernels.cpu.parallel import scratch
     from kernels.cpu.sampling import scratch_bytes
 
     num_rows = logits.shape[0]

@@ -23,6 +23,7 @@ COMMANDS = {
     "dead": "Show the dead letters of a queue.",
     "redis": "Send one raw command to the server and print the answer.",
     "bench": "Measure the engine and its peers on this machine.",
+    "simulate": "Run recorded traffic through the scheduler, without a model.",
 }
 
 

@@ -36,7 +36,8 @@ def accepted(annotation: Any) -> str:
     if get_origin(annotation) is tuple:
         return ":".join(["number"] * len(get_args(annotation)))
     if get_origin(annotation) is Annotated:
-        return accepted(get_args(annotation)[0])
+        kind, *marks = get_args(annotation)
+        return next((mark for mark in marks if isinstance(mark, str)), None) or accepted(kind)
     inner = [accepted(part) for part in get_args(annotation) if part is not type(None)]
     if inner:
         return inner[0]

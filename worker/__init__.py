@@ -11,6 +11,9 @@ __all__ = ["LLM", "SamplingParams"]
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
+        from worker.openmp import limit_spinning
+
+        limit_spinning()
         from worker.llm import LLM
 
         return LLM

@@ -38,6 +38,7 @@ from worker.engine_messages import (
     unpack_command,
 )
 from worker.errors import StartupError
+from worker.openmp import limit_spinning
 
 EXIT_REFUSED = 2
 EXIT_DIED = 3
@@ -143,6 +144,7 @@ def main() -> int:
     # Ctrl-C goes to the whole foreground group: the service decides when the engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    limit_spinning()
     connection = socket.socket(fileno=int(sys.argv[1]))
     return serve(connection, EngineConfig(**json.loads(sys.argv[2])))
 

@@ -61,3 +61,13 @@ class JobError(PagemillError):
     def is_retryable(self) -> bool:
         """Whether the same job may succeed when sent again."""
         return self.code in RETRYABLE
+
+
+def cancelled(reason: str, where: str) -> JobError:
+    """The error of a job that its client called off; `where` it was is queued or running."""
+    return JobError(ErrorCode.CANCELLED, f"cancelled: {reason}" if reason else "cancelled", {"where": where})
+
+
+def deadline_exceeded(where: str) -> JobError:
+    """The error of a job whose time is up; `where` it was is queued or running."""
+    return JobError(ErrorCode.DEADLINE_EXCEEDED, f"the job's time was up while it was {where}", {"where": where})

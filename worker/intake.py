@@ -11,12 +11,13 @@ from model.errors import ModelError
 from model.tokenizer import Tokenizer
 from worker.engine import EngineRequest
 from worker.engine_config import EngineInfo
-from worker.errors import ErrorCode, JobError
+from worker.errors import ErrorCode, JobError, cancelled, deadline_exceeded
 from worker.generation import Generation
 from worker.job import Job, JobTimes, WorkerNames
 from worker.job_table import JobTable
 from worker.protocol import GenerateRequest, JobEnvelope, parse_envelope, parse_request
 from worker.queue_links import QueueLinks
+from worker.streams.errors import ServerError
 from worker.streams.leases import Entry
 from worker.streams.outcomes import fetch_prompt, persist
 from worker.streams.registry import add_dead_letter
@@ -61,7 +62,10 @@ class Intake:
         self._max_wait_s = max_wait_s
 
     async def accept(self, entry: Entry) -> None:
-        """Open the entry's reply and start its job, or end it. Raises ServerError where Redis refuses for good."""
+        """Open the entry's reply and start its job, or end it.
+
+        Raises ServerError where Redis refuses what has nothing to do with this job: no rights, for instance.
+        """
         envelope = parse_envelope(
             entry.lane,
             entry.entry_id,
@@ -72,13 +76,25 @@ class Intake:
         )
         with structlog.contextvars.bound_contextvars(request_id=envelope.id):
             # The open comes before the job is looked at: one whose parsing kills must have been counted.
-            result, writer = await persist(
-                lambda: self._links.replies.open(envelope, self._on_closed), cap_s=self._max_wait_s
-            )
+            try:
+                result, writer = await persist(
+                    lambda: self._links.replies.open(envelope, self._on_closed), cap_s=self._max_wait_s
+                )
+            except ServerError as error:
+                if error.code != "WRONGTYPE":
+                    raise
+                await self._unanswerable(entry)
+                return
             if writer is None:
                 await self._not_opened(entry, envelope, result)
                 return
             await self._opened(entry, envelope, result, writer)
+
+    async def _unanswerable(self, entry: Entry) -> None:
+        """Somebody put a value of another type under one of the job's keys: nothing can be written there."""
+        log.error("job_unanswerable", lane=entry.lane, entry_id=entry.entry_id)
+        await self._dead_letter(entry, ErrorCode.BAD_REQUEST)
+        await self._links.outcomes.drop(entry)
 
     async def _not_opened(self, entry: Entry, envelope: JobEnvelope, result: OpenResult) -> None:
         log.info("job_not_opened", status=result.status.value, entry_id=entry.entry_id, lane=entry.lane)
@@ -161,7 +177,9 @@ class Intake:
                 lambda: fetch_prompt(self._links.commands, self._links.keys, name, limits.max_prompt_ref_bytes),
                 cap_s=self._max_wait_s,
             )
-        return parse_request(
+        # In a thread: a hostile payload of a megabyte takes half a second to refuse.
+        return await asyncio.to_thread(
+            parse_request,
             envelope,
             job.entry.fields,
             prompt_ref_value=prompt,
@@ -214,13 +232,3 @@ def check_fits(request: GenerateRequest, prompt_ids: tuple[int, ...], info: Engi
             details,
         )
     return max_tokens if max_tokens is not None else limit - num_prompt
-
-
-def cancelled(reason: str, where: str) -> JobError:
-    """The error of a job that its client called off; `where` it was is queued or running."""
-    return JobError(ErrorCode.CANCELLED, f"cancelled: {reason}" if reason else "cancelled", {"where": where})
-
-
-def deadline_exceeded(where: str) -> JobError:
-    """The error of a job whose time is up; `where` it was is queued or running."""
-    return JobError(ErrorCode.DEADLINE_EXCEEDED, f"the job's time was up while it was {where}", {"where": where})

@@ -13,13 +13,15 @@ import structlog
 
 from worker.engine_messages import StepReport
 from worker.engine_supervisor import EngineSupervisor
-from worker.errors import ErrorCode, JobError
+from worker.errors import ErrorCode, JobError, deadline_exceeded
 from worker.job import Job, WorkerNames
 from worker.job_table import JobTable
 from worker.metrics import WorkerMetrics
 from worker.queue_links import QueueLinks
+from worker.streams.errors import ServerError
 from worker.streams.leases import Entry, Loss
 from worker.streams.reply_writer import ReplyStatus, ReplyWriter
+from worker.trace_recorder import TraceRecorder
 
 log = structlog.get_logger(__name__)
 
@@ -28,7 +30,7 @@ MAX_ENGINE_DEATHS = 3
 
 
 class JobsInFlight:
-    """Owner of open jobs' lives. `on_room` is called whenever a place became free."""
+    """Owner of open jobs' lives. `on_room` is called whenever a place became free; `recorder` hears of settled jobs."""
 
     def __init__(
         self,
@@ -37,11 +39,13 @@ class JobsInFlight:
         metrics: WorkerMetrics,
         *,
         on_room: Callable[[], None],
+        recorder: TraceRecorder | None = None,
     ) -> None:
         self._table = table
         self._links = links
         self._metrics = metrics
         self._on_room = on_room
+        self._recorder = recorder
         self._closed: asyncio.Queue[Job] = asyncio.Queue()
         self.engine: EngineSupervisor | None = None
         self.names = WorkerNames("", "", "")
@@ -54,6 +58,9 @@ class JobsInFlight:
         for output in report.outputs:
             job = self._table.by_seq_id(output.seq_id)
             if job is None:  # it ended here before the engine heard of it
+                continue
+            if job.envelope.is_expired(now_ms):
+                self.end(job, deadline_exceeded("running"))
                 continue
             self._observe_tokens(job, len(output.new_token_ids), now_ms)
             if job.absorb(output, now_ms, self.names):
@@ -116,17 +123,30 @@ class JobsInFlight:
             job = await self._closed.get()
             finished_ms = job.times.finished_ms or self._links.clock.now_ms()
             record = {"finished": str(finished_ms)}
-            status = await self._links.outcomes.settle(job.envelope, job.outcome, record=record)
+            status = await self._settle(job, record)
             self._count(job, finished_ms)
+            if self._recorder is not None:
+                self._recorder.record(job, finished_ms)
             log.info(
                 "job_settled",
                 request_id=job.envelope.id,
                 outcome=job.outcome,
-                settled=status.value,
+                settled=status,
                 num_prompt_tokens=len(job.prompt_ids),
                 num_generated_tokens=job.writer.num_tokens,
             )
             self._remove(job)
+
+    async def _settle(self, job: Job, record: dict[str, str]) -> str:
+        try:
+            return (await self._links.outcomes.settle(job.envelope, job.outcome, record=record)).value
+        except ServerError as error:
+            if error.code != "WRONGTYPE":
+                raise
+            # Somebody put a value of another type under one of the job's keys; its entry must go all the same.
+            log.error("job_record_unwritable", request_id=job.envelope.id, error=str(error))
+            await self._links.outcomes.drop(job.entry)
+            return "dropped"
 
     async def hand_over(self, job: Job) -> None:
         """Give an unfinished job to a peer, which goes on after the last event. Raises StreamsError."""

@@ -40,6 +40,7 @@ from worker.settings import Settings, served_name
 from worker.streams.connection import Backoff, check_server
 from worker.streams.errors import StreamsError
 from worker.streams.leases import Entry
+from worker.trace_recorder import TraceRecorder
 from worker.watch import Watch
 
 log = structlog.get_logger(__name__)
@@ -48,6 +49,8 @@ log = structlog.get_logger(__name__)
 NO_ROOM_S = 1.0
 # At the end: time to write what is gathered and to give unfinished jobs to a peer.
 HAND_OVER_S = 10.0
+# Names of the tasks that take entries in begin with this.
+ACCEPT = "accept "
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,8 @@ class Service:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._links = QueueLinks.make(settings, self._url, self._worker_id, model=settings.queue)
-        self._jobs = JobsInFlight(self._table, self._links, self._metrics, on_room=self._room.set)
+        recorder = None if settings.record_trace is None else TraceRecorder(settings.record_trace)
+        self._jobs = JobsInFlight(self._table, self._links, self._metrics, on_room=self._room.set, recorder=recorder)
         self._links.leases.on_loss = self._jobs.on_loss
         self._engine = EngineSupervisor(
             lambda: make_engine(settings, progress), on_report=self._jobs.on_report, on_restart=self._jobs.on_restart
@@ -217,7 +221,7 @@ class Service:
                 await backoff.wait()
                 continue
             for entry in entries:
-                self._spawn(f"accept {entry.lane}/{entry.entry_id}", intake.accept(entry))
+                self._spawn(f"{ACCEPT}{entry.lane}/{entry.entry_id}", intake.accept(entry))
             self._metrics.set_jobs_held(len(self._links.leases))
 
     async def _without_room(self) -> list[Entry]:
@@ -283,6 +287,7 @@ class Service:
                 await self._until_empty(self._hurry)
         with contextlib.suppress(TimeoutError, StreamsError):
             async with asyncio.timeout(HAND_OVER_S):
+                await asyncio.gather(*(task for task in self._tasks if task.get_name().startswith(ACCEPT)))
                 for job in self._table:
                     if not job.is_over:
                         await self._jobs.hand_over(job)

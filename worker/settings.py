@@ -65,6 +65,8 @@ def _shown(text: str) -> dict[str, Any]:
 
 Weight = Annotated[int, Field(ge=1, le=1000)]
 Folder = Annotated[Path, AfterValidator(Path.expanduser)]
+# A text among the annotations is the word for what is accepted.
+TraceFile = Annotated[Path, AfterValidator(Path.expanduser), "file"]
 
 
 class Settings(BaseSettings):
@@ -170,6 +172,8 @@ class Settings(BaseSettings):
     """Least severe log events that are written."""
     log_format: Literal["auto", "json", "console"] = "auto"
     """Log lines as JSON or for people; `auto` takes the latter on a terminal."""
+    record_trace: TraceFile | None = Field(default=None, json_schema_extra=_shown("off"))
+    """File that a line is appended to for each settled job, lengths and times only, for `pagemill simulate`."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from worker.intake import cancelled, deadline_exceeded
+from worker.errors import cancelled, deadline_exceeded
 from worker.job import Job
 from worker.job_table import JobTable
 from worker.jobs_in_flight import JobsInFlight

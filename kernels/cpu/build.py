@@ -24,6 +24,8 @@ from numba.core.registry import cpu_target
 # Name of a body → (module in this folder, number of int64 arguments).
 BODIES: Final = {
     "product": ("tile", 13),
+    "run_on_pool": ("pool", 4),
+    "help_pool": ("pool", 1),
     "linear": ("linear", 1),
     "attention": ("attention", 1),
     "rope_and_write": ("elementwise", 1),

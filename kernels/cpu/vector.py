@@ -203,4 +203,4 @@ store_i32: Final = _operation(_void, (_int, types.int32), _store)
 store_i64: Final = _operation(_void, (_int, _int), _store)
 prefetch: Final = _operation(_void, (_int,), _prefetch)
 # Add to a counter that threads share; gives what stood there before.
-fetch_add: Final = _operation(_int, (_int, _int), lambda b, a, n: b.atomic_rmw("add", pointer(b, a, I64), n, "acq_rel"))
+fetch_add: Final = _operation(_int, (_int, _int), lambda b, a, n: b.atomic_rmw("add", pointer(b, a, I64), n, "seq_cst"))

@@ -103,4 +103,17 @@ def test_an_exhausted_worker_still_answers_after_all_that(served: tuple[WorkerPr
         assert queue.wait(job_id).terminal["e"] == "end"
     queue.assert_settled()
     assert worker.get("/healthz")[0] == 200
-    assert not [event for event in worker.events() if event["level"] == "error"]
+    errors = {event["event"] for event in worker.events() if event["level"] == "error"}
+    assert errors <= {"job_unanswerable"}  # the one that another test provokes
+
+
+@pytest.mark.parametrize("key", ["reply", "state"])
+def test_a_key_of_another_type_costs_that_job_alone(queue: Queue, key: str) -> None:
+    job_id = f"blocked-{key}"
+    queue.redis.call("SET", getattr(queue.keys, key)(job_id), "mine", "EX", 600)
+    queue.enqueue(id=job_id, prompt="nowhere to answer", max_tokens=3)
+    neighbour = queue.enqueue(prompt="still served", max_tokens=3, temperature=0, ignore_eos=1)
+    assert queue.wait(neighbour).terminal["e"] == "end"
+    queue.assert_settled()
+    letters = [fields for _, fields in queue.redis.events(queue.keys.dead) if fields.get("id") == job_id]
+    assert [letter["error"] for letter in letters] == ["bad_request"]

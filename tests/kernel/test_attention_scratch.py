@@ -19,7 +19,7 @@ def test_nothing_is_written_beyond_the_scratch(head_dim: int, group: int, monkey
         given.append(torch.full((num_bytes + GUARD,), 0xAB, dtype=torch.uint8))
         return given[-1]
 
-    monkeypatch.setattr("kernels.cpu.parallel.scratch", guarded)
+    monkeypatch.setattr("kernels.paged_attention.scratch", guarded)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     num_tokens, num_blocks = 130, 9
     cache = torch.randn(num_blocks, 1, 2, 16, 1, head_dim)

@@ -10,7 +10,7 @@ import torch
 
 import kernels
 from kernels.compiled import launch
-from kernels.cpu import build, parallel
+from kernels.cpu import build, pool
 from kernels.dispatch import implementation, selected, use_compiled
 from kernels.errors import KernelError
 from kernels.linear import PackedLinear
@@ -130,10 +130,10 @@ def test_any_number_of_threads_gives_the_same_bits(num_threads: int, monkeypatch
     assert torch.equal(layer(x), wanted)
 
 
-def test_python_threads_serve_where_the_openmp_runtime_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_threads_serve_where_the_system_calls_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = PackedLinear(torch.randn(960, 576)), torch.randn(7, 576)
     wanted = layer(x)
-    monkeypatch.setattr(parallel, "_openmp_parallel", lambda: None)
+    monkeypatch.setattr(pool, "SYS_FUTEX", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(layer(x), wanted)
 
