@@ -106,6 +106,12 @@ class SchedulerOutput:
         """Tokens that this step computes."""
         return sum(chunk.num_tokens for chunk in self.chunks)
 
+    @property
+    def num_swapped_blocks(self) -> tuple[int, int]:
+        """Blocks that this step begins to copy to the CPU tier, and back."""
+        outs = sum([len(transfer.copies) for transfer in self.swap_outs])
+        return outs, sum([len(transfer.copies) for transfer in self.swap_ins])
+
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:

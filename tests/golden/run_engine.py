@@ -76,7 +76,7 @@ def run_swapped(model: Path) -> dict[str, object]:
     from worker.llm import LLM
 
     greedy = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
-    tiers = {"num_kv_blocks": SWAPPED_BLOCKS, "num_swap_blocks": SWAP_BLOCKS}
+    tiers: dict[str, Any] = {"num_kv_blocks": SWAPPED_BLOCKS, "num_swap_blocks": SWAP_BLOCKS}
     options: dict[str, Any] = {"preemption_mode": "swap", "enable_prefix_caching": False, "check_invariants": "step"}
     with LLM(str(model), **tiers, **options) as llm:
         engine, scheduler = llm.engine, llm.engine.scheduler
