@@ -1,14 +1,16 @@
 """The paged KV cache's memory: one tensor a tier, a block with all its layers in one piece."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from kernels.block_copy import copy_blocks
 from model.config import ModelConfig
+from model.cpu_tier import CpuTier
 from model.errors import RunnerInputError
-from scheduler.output import BlockCopy
+from model.memory import allocate
+from model.swap_copies import SwapCopies
+from scheduler.output import BlockCopy, Transfer, TransferResult
 
 
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -19,8 +21,9 @@ def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> 
 class KVCache:
     """Owns the blocks' memory, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim] a tier.
 
-    `blocks` lies on the device, `cpu_blocks` is the swap tier (None where there is none). A swap of a block moves one
+    `blocks` lies on the device, `cpu_tier` is the swap tier (None where there is none). A swap of a block moves one
     contiguous piece, since all its layers lie together. Which block belongs to whom is the scheduler's business.
+    `available_bytes` tells how much memory the CPU tier may still take; without it there is no limit.
     """
 
     def __init__(
@@ -32,53 +35,41 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         num_cpu_blocks: int = 0,
+        available_bytes: Callable[[], int] | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.block_bytes = kv_block_bytes(config, block_size, dtype)
         block_shape = (config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
-        self.blocks = _allocate((num_blocks, *block_shape), dtype, device)
-        self.cpu_blocks = None
+        self.blocks = allocate((num_blocks, *block_shape), dtype, device)
+        self.cpu_tier: CpuTier | None = None
+        self._copies: SwapCopies | None = None
         if num_cpu_blocks:
-            self.cpu_blocks = _allocate((num_cpu_blocks, *block_shape), dtype, torch.device("cpu"))
-            if device.type == "cuda":
-                self.cpu_blocks = self.cpu_blocks.pin_memory()
+            is_pinned = device.type == "cuda"
+            self.cpu_tier = CpuTier(
+                num_cpu_blocks, block_shape, dtype, is_pinned=is_pinned, available_bytes=available_bytes
+            )
+            self._copies = SwapCopies(self.blocks, self.cpu_tier)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks on the device (copy-on-write). No block is the target of one copy and the source of another."""
         if copies:
             copy_blocks(self.blocks, *_source_and_target(copies, self.blocks.device))
 
-    def swap_out(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks from the device to the CPU tier; both are free to reuse when this returns."""
-        if copies:
-            self._move(self.blocks, self._cpu_tier(), copies)
+    def begin_transfers(self, outs: Sequence[Transfer], ins: Sequence[Transfer]) -> None:
+        """Begin copies to the CPU tier (`outs`) and back (`ins`). Neither side may be touched before they have ended.
 
-    def swap_in(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks from the CPU tier to the device; both are free to reuse when this returns."""
-        if copies:
-            self._move(self._cpu_tier(), self.blocks, copies)
-
-    def _cpu_tier(self) -> torch.Tensor:
-        if self.cpu_blocks is None:
+        Raises RunnerInputError where there is no CPU tier.
+        """
+        if not (outs or ins):
+            return
+        if self._copies is None:
             raise RunnerInputError("a step swaps blocks, but the KV cache has no CPU tier: set num_cpu_blocks")
-        return self.cpu_blocks
+        self._copies.begin(outs, ins)
 
-    @staticmethod
-    def _move(source: torch.Tensor, target: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
-        for copy in copies:
-            target[copy.dst].copy_(source[copy.src])
-
-
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeroed memory. On the CPU it comes from numpy: pages are taken when first written, and are huge ones.
-
-    torch.zeros would write all of it at start, seconds for a pool of gigabytes.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    def ended_transfers(self, *, is_waiting: bool = False) -> tuple[TransferResult, ...]:
+        """The transfers that have ended since the last call. `is_waiting`: wait for the oldest, if there is one."""
+        return () if self._copies is None else self._copies.ended(is_waiting=is_waiting)
 
 
 def _source_and_target(copies: Sequence[BlockCopy], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

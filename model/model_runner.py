@@ -14,7 +14,7 @@ from model.kv_cache import KVCache
 from model.layers import ForwardContext
 from model.sampler import Sampler
 from model.threads import set_num_threads
-from scheduler.output import Chunk, ModelRunnerOutput, NewRow, SchedulerOutput
+from scheduler.output import Chunk, ModelRunnerOutput, NewRow, SchedulerOutput, TransferResult
 from scheduler.sampling_params import SamplingParams
 
 NO_FINITE_LOGIT = "the model gave no finite logit to choose a token from: the weights or the prompt overflow its dtype"
@@ -62,17 +62,17 @@ class ModelRunner:
         """
         self.last_forward_s = 0.0
         self._batch.apply(output)
-        self._kv_cache.swap_out(output.swap_outs)
-        self._kv_cache.swap_in(output.swap_ins)
+        self._kv_cache.begin_transfers(output.swap_outs, output.swap_ins)
         self._kv_cache.copy(output.block_copies)
         if not output.chunks:
-            return ModelRunnerOutput(sampled={})
+            # With nothing to compute, the next thing that can happen is that a copy ends.
+            return ModelRunnerOutput({}, transfers=self._kv_cache.ended_transfers(is_waiting=True))
         inputs = self._batch.prepare(output.chunks)
         started = time.perf_counter()
         token_ids = self._compute(inputs)
         self.last_forward_s = time.perf_counter() - started
         self._batch.append_sampled(inputs, token_ids)
-        return _as_output(inputs.sampled_ids, token_ids)
+        return _as_output(inputs.sampled_ids, token_ids, self._kv_cache.ended_transfers())
 
     @torch.inference_mode()
     def _compute(self, inputs: StepInputs) -> IntArray:
@@ -125,10 +125,11 @@ class ModelRunner:
         self.last_forward_s = 0.0
 
 
-def _as_output(seq_ids: list[str], token_ids: IntArray) -> ModelRunnerOutput:
+def _as_output(seq_ids: list[str], token_ids: IntArray, transfers: tuple[TransferResult, ...]) -> ModelRunnerOutput:
     """Drawn tokens by sequence; -1 becomes a failure of that sequence alone."""
     drawn = dict(zip(seq_ids, token_ids.tolist(), strict=True))
     if len(token_ids) and token_ids.min() < 0:
         failed = {seq_id: NO_FINITE_LOGIT for seq_id, token_id in drawn.items() if token_id < 0}
-        return ModelRunnerOutput({seq_id: drawn[seq_id] for seq_id in drawn if seq_id not in failed}, failed)
-    return ModelRunnerOutput(drawn)
+        drawn = {seq_id: token_id for seq_id, token_id in drawn.items() if seq_id not in failed}
+        return ModelRunnerOutput(drawn, failed, transfers)
+    return ModelRunnerOutput(drawn, transfers=transfers)

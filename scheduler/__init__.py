@@ -1,12 +1,12 @@
 """Decides what the engine computes next: plain Python, no torch, no Redis, no clock of its own.
 
-In the order in which to read: `sequence` (one request), `block_pool`, `block_table`, `prefix_cache` and
+In the order in which to read: `sequence` (one request), `block_pool`, `block_table`, `prefix_cache`, `swap_tier` and
 `kv_cache_manager` (memory), `policy` and `preemption` (who comes first, who gives way), `step_adder` (one step in the
 making), `scheduler` (all of it together), `invariants` (what always holds). `output` is what it says to the
 others; docs/scheduler.md tells why it is so.
 """
 
-from scheduler.config import CacheConfig, SchedulerConfig
+from scheduler.config import CacheConfig, PreemptionMode, SchedulerConfig
 from scheduler.output import (
     FinishReason,
     ModelRunnerOutput,
@@ -14,6 +14,8 @@ from scheduler.output import (
     SchedulerStats,
     SequenceOutput,
     SequenceStats,
+    Transfer,
+    TransferResult,
 )
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
@@ -23,6 +25,7 @@ __all__ = [
     "CacheConfig",
     "FinishReason",
     "ModelRunnerOutput",
+    "PreemptionMode",
     "SamplingParams",
     "Scheduler",
     "SchedulerConfig",
@@ -32,4 +35,6 @@ __all__ = [
     "SequenceOutput",
     "SequenceStats",
     "SequenceStatus",
+    "Transfer",
+    "TransferResult",
 ]

@@ -26,6 +26,10 @@ class BlockTable:
         blocks, self._blocks = self._blocks, []
         return blocks
 
+    def tail(self, start: int) -> list[Block]:
+        """The blocks from logical block `start` on."""
+        return self._blocks[start:]
+
     def block_ids(self) -> tuple[int, ...]:
         """Physical block ids in logical order."""
         return tuple([block.block_id for block in self._blocks])

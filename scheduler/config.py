@@ -1,15 +1,28 @@
 """What the scheduler is told once, at start. The engine passes these; nothing here reads the environment."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from scheduler.errors import InvalidConfigError
+
+
+class PreemptionMode(StrEnum):
+    """How a victim gives its blocks back: AUTO takes the cheaper way for each victim.
+
+    A victim that the CPU tier has no room for is recomputed in every mode.
+    """
+
+    AUTO = "auto"
+    SWAP = "swap"
+    RECOMPUTE = "recompute"
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """Sizes of the paged KV cache, in blocks.
 
-    `num_cpu_blocks` is the swap tier; 0 means that there is none. `is_prefix_shared_by_tenants`: sequences of
+    `num_cpu_blocks` is the swap tier; 0 means that there is none. `kv_block_bytes` are the bytes of one block, for
+    what a copy costs. `is_prefix_shared_by_tenants`: sequences of
     different tenants may reuse one another's cached prefixes. It is off by default, since the time to the first
     token tells a tenant whether somebody else has sent the same prompt.
 
@@ -21,6 +34,7 @@ class CacheConfig:
     num_cpu_blocks: int = 0
     enable_prefix_caching: bool = True
     is_prefix_shared_by_tenants: bool = False
+    kv_block_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1 or self.block_size < 1 or self.num_cpu_blocks < 0:
@@ -36,6 +50,8 @@ class SchedulerConfig:
 
     `max_num_batched_tokens` is the token budget of a step, shared by decodes and prefill chunks;
     `max_num_seqs` bounds the sequences that are running; `max_model_len` the tokens of one sequence.
+    `swap_bytes_per_s` and `prefill_tokens_per_s` are measured rates, by which `auto` chooses between swapping and
+    recomputing; as long as either is None, it swaps.
 
     Raises InvalidConfigError.
     """
@@ -44,9 +60,16 @@ class SchedulerConfig:
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 512
     eos_token_ids: frozenset[int] = frozenset()
+    preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    swap_bytes_per_s: float | None = None
+    prefill_tokens_per_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             if value < 1:
                 raise InvalidConfigError(f"{name} is {value}: use a whole number from 1")
+        for name in ("swap_bytes_per_s", "prefill_tokens_per_s"):
+            rate = getattr(self, name)
+            if rate is not None and rate <= 0:
+                raise InvalidConfigError(f"{name} is {rate}: use a number above 0, or None where it is not known")

@@ -2,8 +2,11 @@
 
 from collections import Counter
 
+from scheduler.block_pool import BlockPool
+from scheduler.prefix_cache import PrefixCache
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence, SequenceStatus
+from scheduler.swap_tier import Flight
 
 
 def check(scheduler: Scheduler) -> None:
@@ -14,20 +17,24 @@ def check(scheduler: Scheduler) -> None:
     for seq in scheduler.running:
         check_running(scheduler, seq)
     for seq in scheduler.waiting:
-        check_waiting(seq)
-    if not scheduler.has_unfinished:
+        if seq.status is SequenceStatus.SWAPPED:
+            check_swapped(scheduler, seq)
+        else:
+            check_waiting(seq)
+    for seq in scheduler.moving.values():
+        check_moving(scheduler, seq)
+    check_swap_tier(scheduler)
+    if not scheduler.has_unfinished and not scheduler.kv.has_transfers:
         num_owned = scheduler.kv.num_owned_blocks
         assert num_owned == 0, f"nothing is unfinished, but {num_owned} blocks are owned"
 
 
 def check_pool(scheduler: Scheduler) -> None:
-    """Free + unique owned + cached = total; a reference for each table that holds a block, and none else."""
-    pool = scheduler.kv.pool
-    owners = Counter(block.block_id for seq in scheduler.running for block in seq.block_table)
-    free = pool.free_list()
-    num_cached = sum(block.content is not None for block in free)
-    assert len(free) == pool.num_free, f"{len(free)} blocks are in the free list, {pool.num_free} are counted"
-    assert num_cached == pool.num_free_cached, f"{num_cached} free blocks are cached, {pool.num_free_cached} counted"
+    """Free + unique owned + cached = total; a reference for each table or transfer that holds a block."""
+    pool, flights = scheduler.kv.pool, _flights(scheduler)
+    owners = Counter(block.block_id for seq in _unfinished(scheduler) for block in seq.block_table)
+    owners.update(block.block_id for flight in flights for block in flight.device)
+    _check_references(pool, owners)
     stats = scheduler.stats()
     assert stats.num_free_blocks + len(owners) + stats.num_cached_blocks == pool.num_blocks, (
         f"{stats.num_free_blocks} free + {len(owners)} owned + {stats.num_cached_blocks} cached blocks are not "
@@ -36,6 +43,51 @@ def check_pool(scheduler: Scheduler) -> None:
     assert stats.num_filled_slots <= stats.num_allocated_slots == len(owners) * scheduler.kv.block_size, (
         f"{stats.num_filled_slots} of {stats.num_allocated_slots} slots are filled in {len(owners)} blocks"
     )
+
+
+def check_swap_tier(scheduler: Scheduler) -> None:
+    """The CPU tier's blocks, as those of the device; and those that wait for a transfer are those that it lets go."""
+    swap = scheduler.kv.swap
+    seqs, moving = _unfinished(scheduler), scheduler.moving.values()
+    num_swapped = sum(len(seq.cpu_table) > 0 for seq in seqs)
+    stats = scheduler.stats()
+    assert stats.num_swapped == num_swapped, f"{num_swapped} sequences hold CPU blocks, {stats.num_swapped} are counted"
+    num_waiting = sum(seq.status is SequenceStatus.WAITING for seq in scheduler.waiting)
+    assert stats.num_waiting == num_waiting, f"{num_waiting} sequences wait, {stats.num_waiting} are counted"
+    if swap is None:
+        assert not moving, f"{[*moving]} are on their way, but there is no CPU tier"
+        return
+    flights = swap.flights.values()
+    owners = Counter(block.block_id for seq in seqs for block in seq.cpu_table)
+    owners.update(block.block_id for flight in flights for block in flight.cpu)
+    _check_references(swap.pool, owners)
+    _check_entries(swap.pool, swap.index)
+    awaited = Counter(seq.seq_id for flight in flights for seq in flight.waiting if not seq.is_finished)
+    expected = {seq.seq_id: seq.num_transfers for seq in moving}
+    assert awaited == expected, f"transfers are awaited by {dict(awaited)}, but those that move wait for {expected}"
+
+
+def check_prefix_cache(scheduler: Scheduler) -> None:
+    """Each entry leads to a block that holds it, and each content has its entry."""
+    _check_entries(scheduler.kv.pool, scheduler.kv.prefix_cache)
+
+
+def _unfinished(scheduler: Scheduler) -> list[Sequence]:
+    return [*scheduler.running, *scheduler.waiting, *scheduler.moving.values()]
+
+
+def _flights(scheduler: Scheduler) -> list[Flight]:
+    return [] if scheduler.kv.swap is None else list(scheduler.kv.swap.flights.values())
+
+
+def _check_references(pool: BlockPool, owners: Counter[int]) -> None:
+    free = pool.free_list()
+    num_cached = sum(block.content is not None for block in free)
+    assert len(free) == pool.num_free, f"{len(free)} blocks are in the free list, {pool.num_free} are counted"
+    assert num_cached == pool.num_free_cached, f"{num_cached} free blocks are cached, {pool.num_free_cached} counted"
+    assert len(free) + len(owners) == pool.num_blocks, (
+        f"{len(free) - num_cached} free + {len(owners)} owned + {num_cached} cached blocks are not {pool.num_blocks}"
+    )
     free_ids = {block.block_id for block in free}
     for block in pool.blocks:
         num_owners = owners[block.block_id]
@@ -43,10 +95,8 @@ def check_pool(scheduler: Scheduler) -> None:
         assert (block.block_id in free_ids) == (num_owners == 0), f"{block} is free and owned, or neither"
 
 
-def check_prefix_cache(scheduler: Scheduler) -> None:
-    """Each entry leads to a block that holds it, and each content has its entry."""
-    cache = scheduler.kv.prefix_cache
-    contents = {block.block_id: block.content for block in scheduler.kv.pool.blocks if block.content is not None}
+def _check_entries(pool: BlockPool, cache: PrefixCache | None) -> None:
+    contents = {block.block_id: block.content for block in pool.blocks if block.content is not None}
     entries = {} if cache is None else {block.block_id: key for key, block in cache.items()}
     hashes = {block_id: content.hash for block_id, content in contents.items()}
     assert entries == hashes, f"the prefix cache leads to {entries}, the blocks hold {hashes}"
@@ -56,14 +106,16 @@ def check_prefix_cache(scheduler: Scheduler) -> None:
 
 def check_queues(scheduler: Scheduler) -> None:
     """Each unfinished sequence is in exactly one queue, and in no queue twice."""
-    queued = [*scheduler.running, *scheduler.waiting, *scheduler.complete]
+    queued = [*_unfinished(scheduler), *scheduler.complete]
     num_unfinished = scheduler.num_unfinished
     assert len({id(seq) for seq in queued}) == len(queued) == num_unfinished, (
-        f"{len(scheduler.running)} running + {len(scheduler.waiting)} waiting + {len(scheduler.complete)} complete "
-        f"sequences, but {num_unfinished} are unfinished"
+        f"{len(scheduler.running)} running + {len(scheduler.waiting)} waiting + {len(scheduler.moving)} moving + "
+        f"{len(scheduler.complete)} complete sequences, but {num_unfinished} are unfinished"
     )
     max_num_seqs = scheduler.config.max_num_seqs
-    assert len(scheduler.running) <= max_num_seqs, f"{len(scheduler.running)} run, but at most {max_num_seqs} may"
+    num_coming = sum(seq.status is SequenceStatus.SWAPPING_IN for seq in scheduler.moving.values())
+    num_admitted = len(scheduler.running) + num_coming
+    assert num_admitted <= max_num_seqs, f"{num_admitted} run or are swapped in, but at most {max_num_seqs} may"
 
 
 def check_running(scheduler: Scheduler, seq: Sequence) -> None:
@@ -85,5 +137,26 @@ def check_running(scheduler: Scheduler, seq: Sequence) -> None:
 def check_waiting(seq: Sequence) -> None:
     """Who waits holds nothing."""
     assert seq.status is SequenceStatus.WAITING, f"{seq} is in the waiting queue"
-    num_held = seq.num_computed_tokens + seq.num_sealed_blocks + len(seq.block_table)
+    num_held = seq.num_computed_tokens + seq.num_sealed_blocks + len(seq.block_table) + len(seq.cpu_table)
     assert num_held == 0, f"{seq} waits, but has computed tokens or blocks"
+
+
+def check_swapped(scheduler: Scheduler, seq: Sequence) -> None:
+    """Who is swapped holds blocks for exactly its computed tokens in the CPU tier, and none on the device."""
+    assert seq.num_computed_tokens + seq.num_sealed_blocks + len(seq.block_table) == 0, f"{seq} is swapped and holds"
+    num_blocks = scheduler.kv.num_blocks_for(seq.num_swapped_tokens)
+    assert 0 < len(seq.cpu_table) == num_blocks, f"{seq} has {len(seq.cpu_table)} CPU blocks of {num_blocks}"
+    assert not seq.is_damaged, f"{seq} is swapped, but its blocks are damaged"
+    assert not seq.has_row, f"{seq} is swapped, but has a row"
+
+
+def check_moving(scheduler: Scheduler, seq: Sequence) -> None:
+    """Who is on its way waits for a transfer, and holds CPU blocks; device blocks, as many, only on its way in."""
+    assert seq.num_transfers > 0, f"{seq} is on its way, but waits for no transfer"
+    assert not seq.has_row, f"{seq} is on its way, but has a row"
+    num_blocks = scheduler.kv.num_blocks_for(seq.num_swapped_tokens)
+    num_device = num_blocks if seq.status is SequenceStatus.SWAPPING_IN else 0
+    assert seq.status in (SequenceStatus.SWAPPING_IN, SequenceStatus.SWAPPING_OUT), f"{seq} is on its way"
+    assert (len(seq.block_table), len(seq.cpu_table)) == (num_device, num_blocks), (
+        f"{seq} is on its way with {num_blocks} blocks, but holds {len(seq.cpu_table)} in the CPU tier"
+    )

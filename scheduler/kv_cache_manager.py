@@ -2,14 +2,16 @@
 
 from scheduler.block_pool import Block, BlockPool
 from scheduler.config import CacheConfig
+from scheduler.output import Transfer, TransferResult
 from scheduler.prefix_cache import HashFunction, PrefixCache, chain_hash
-from scheduler.sequence import Sequence
+from scheduler.sequence import Sequence, SequenceStatus
+from scheduler.swap_tier import SwapTier
 
 _NO_BLOCKS: tuple[int, ...] = ()
 
 
 class KVCacheManager:
-    """Blocks of the device tier: allocation, release and reuse by prefix.
+    """Blocks of both tiers: allocation, release, reuse by prefix, and moves between the tiers.
 
     One sequence's slots, with a chunk of this step allocated:
 
@@ -17,20 +19,18 @@ class KVCacheManager:
         | cached prefix |  computed  | this chunk | empty |
         0         num_cached     num_computed         end of the last block, less than one block away
 
-    A tier for swapped sequences is a second BlockPool beside `pool`, with a PrefixCache of its own.
+    `swap` is the CPU tier, None where there is none: a second BlockPool with a PrefixCache of its own.
     """
 
     def __init__(self, config: CacheConfig, hash_function: HashFunction = chain_hash) -> None:
         self.block_size = config.block_size
-        self.prefix_cache: PrefixCache | None = None
-        if config.enable_prefix_caching:
-            self.prefix_cache = PrefixCache(
-                config.block_size,
-                is_shared_by_tenants=config.is_prefix_shared_by_tenants,
-                hash_function=hash_function,
-            )
+        self.prefix_cache = _make_prefix_cache(config, hash_function)
         evict = (lambda content: None) if self.prefix_cache is None else self.prefix_cache.evict
         self.pool = BlockPool(config.num_blocks, evict)
+        self.swap: SwapTier | None = None
+        if config.num_cpu_blocks:
+            index = _make_prefix_cache(config, hash_function)
+            self.swap = SwapTier(config.num_cpu_blocks, self.pool, index, config.kv_block_bytes)
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
@@ -41,8 +41,18 @@ class KVCacheManager:
 
     @property
     def num_owned_blocks(self) -> int:
-        """Blocks that at least one sequence owns; a shared one counts once."""
+        """Blocks that at least one sequence or transfer owns; a shared one counts once."""
         return self.pool.num_blocks - self.pool.num_free
+
+    @property
+    def num_leaving_blocks(self) -> int:
+        """Owned blocks that are free as soon as the transfers on their way have ended."""
+        return 0 if self.swap is None else self.swap.num_leaving_blocks
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether any copy between the tiers is on its way."""
+        return self.swap is not None and bool(self.swap.flights)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -75,15 +85,18 @@ class KVCacheManager:
         None, and nothing changed, where the free blocks don't suffice. Never allocates a block of which no slot
         is used by this chunk.
         """
-        table = seq.block_table
-        num_new = -(-(seq.num_computed_tokens + num_tokens) // self.block_size) - len(table)
+        num_new = self.num_new_blocks(seq, num_tokens)
         if num_new <= 0:
             return _NO_BLOCKS
         blocks = self.pool.allocate(num_new)
         if blocks is None:
             return None
-        table.append(blocks)
+        seq.block_table.append(blocks)
         return tuple([block.block_id for block in blocks])
+
+    def num_new_blocks(self, seq: Sequence, num_tokens: int) -> int:
+        """Blocks that `allocate_slots` would add; not above 0 where it would add none."""
+        return -(-(seq.num_computed_tokens + num_tokens) // self.block_size) - len(seq.block_table)
 
     def seal_full_blocks(self, seq: Sequence) -> None:
         """Offer the blocks that are full of computed tokens, and were not when last asked, to the prefix cache."""
@@ -96,17 +109,110 @@ class KVCacheManager:
             if content is not None:
                 self.pool.set_content(seq.block_table[index], content)
 
+    def num_blocks_to_copy(self, seq: Sequence) -> tuple[int, int]:
+        """Blocks that would be copied out, and later in again, if `seq` were swapped now.
+
+        Those at its beginning that others own as well will most likely still be there when it comes back.
+        """
+        assert self.swap is not None, f"{seq} is to be swapped, but there is no CPU tier"
+        num_out = self.swap.num_blocks_to_copy(seq, seq.num_computed_tokens // self.block_size)
+        return num_out, len(seq.block_table) - self.num_shared_blocks(seq)
+
+    def num_shared_blocks(self, seq: Sequence) -> int:
+        """Blocks at the beginning of `seq` that others own as well."""
+        for index, block in enumerate(seq.block_table):
+            if block.ref_cnt == 1:
+                return index
+        return len(seq.block_table)
+
+    def try_begin_swap_out(self, seq: Sequence) -> bool:
+        """Begin to move a running sequence to the CPU tier; False, and nothing changed, where that has no room.
+
+        SWAPPING_OUT or SWAPPED afterwards: none of its blocks is its own any more, but those that are being copied
+        are free only when their transfer has ended.
+        """
+        if self.swap is None or len(seq.block_table) == 0:
+            return False
+        num_computed = seq.num_computed_tokens
+        if not self.swap.try_begin_out(seq, num_computed // self.block_size):
+            return False
+        seq.num_swapped_tokens = num_computed
+        self._reset(seq)
+        return True
+
+    def swap_in(self, seq: Sequence, hit: list[Block]) -> bool:
+        """Bring a swapped sequence back to the device, beginning with `hit`, which `find_prefix` has found.
+
+        The caller has made sure that there are enough free blocks. True where blocks must be copied: it is
+        SWAPPING_IN then. False where `hit` covers all that was swapped: nothing of it lies in the CPU tier any more.
+        """
+        assert self.swap is not None, f"{seq} is to be swapped in, but there is no CPU tier"
+        self.take_prefix(seq, hit)
+        num_missing = len(seq.cpu_table) - len(hit)
+        if num_missing <= 0:
+            self.swap.free(seq)
+            return False
+        blocks = self.pool.allocate(num_missing)
+        assert blocks is not None, f"{seq} is swapped in, but {self.num_available_blocks} free blocks fail it"
+        self.swap.begin_in(seq, blocks)
+        return True
+
+    def take_transfers(self) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+        """The transfers that were begun since the last call: out, in."""
+        return ((), ()) if self.swap is None else self.swap.take_transfers()
+
+    def end_transfer(self, result: TransferResult) -> list[Sequence]:
+        """Take in the end of a transfer; the sequences that waited for it, and for nothing else any more.
+
+        One that was SWAPPING_OUT is SWAPPED; one that was SWAPPING_IN has its tokens computed and is RUNNING. Where a
+        copy has failed it is WAITING and holds nothing.
+        """
+        assert self.swap is not None, f"{result} has ended, but there is no CPU tier"
+        ready = self.swap.end(result)
+        for seq in ready:
+            if seq.is_damaged:
+                self.free(seq)
+                seq.status = SequenceStatus.WAITING
+            elif seq.status is SequenceStatus.SWAPPING_OUT:
+                seq.status = SequenceStatus.SWAPPED
+            else:
+                seq.num_computed_tokens = seq.num_swapped_tokens
+                self.swap.free(seq)
+                self.seal_full_blocks(seq)
+                seq.status = SequenceStatus.RUNNING
+        return ready
+
     def free(self, seq: Sequence) -> None:
         """Take all blocks back; what they hold stays in the prefix cache until they are handed out again."""
         self.pool.free(reversed(seq.block_table.clear()))
-        seq.num_computed_tokens = 0
-        seq.num_sealed_blocks = 0
-        seq.sealed_name = None
+        self._reset(seq)
+        if self.swap is not None:
+            self.swap.free(seq)
 
     def discard(self, seq: Sequence) -> None:
-        """Take all blocks back and forget what they hold: the numbers that were computed can't be trusted."""
+        """Take all blocks back and forget what they hold: the numbers that were computed can't be trusted.
+
+        Nor can those that an earlier swap has left in the CPU tier.
+        """
+        if self.swap is not None:
+            self.swap.forget(seq, seq.num_computed_tokens // self.block_size)
         for block in seq.block_table:
             if block.content is not None and self.prefix_cache is not None:
                 self.prefix_cache.evict(block.content)
                 self.pool.drop_content(block)
         self.free(seq)
+
+    @staticmethod
+    def _reset(seq: Sequence) -> None:
+        seq.num_computed_tokens = 0
+        seq.num_sealed_blocks = 0
+        seq.sealed_name = None
+
+
+def _make_prefix_cache(config: CacheConfig, hash_function: HashFunction) -> PrefixCache | None:
+    """One for a tier. All hash alike: a sequence keeps its hashes for both."""
+    if not config.enable_prefix_caching:
+        return None
+    return PrefixCache(
+        config.block_size, is_shared_by_tenants=config.is_prefix_shared_by_tenants, hash_function=hash_function
+    )

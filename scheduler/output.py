@@ -62,12 +62,35 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class Transfer:
+    """Copies between the tiers that belong together. The runner tells when they are done, under `transfer_id`."""
+
+    transfer_id: int
+    copies: tuple[BlockCopy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """A transfer has ended: nobody reads its sources or writes to its targets any more.
+
+    `failed_dst` are the targets that don't hold what was to be copied: there was no memory for them (swapping out),
+    or their checksum is not the one taken when they were swapped out (swapping in).
+    """
+
+    transfer_id: int
+    failed_dst: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step's work, in the order in which the runner does it.
 
-    1. drop the rows `removed_ids` (finished, aborted or preempted); 2. make `new_rows`; 3. do the copies:
-    `swap_outs` (device to CPU), `swap_ins` (CPU to device), `block_copies` (device to device, copy-on-write);
+    1. drop the rows `removed_ids` (finished, aborted or preempted); 2. make `new_rows`; 3. begin the copies:
+    `swap_outs` (device to CPU), `swap_ins` (CPU to device), and do `block_copies` (device to device, copy-on-write);
     4. compute `chunks`.
+
+    A transfer may end in this step or in any later one. Until its end is reported no chunk touches its blocks on
+    either side, but for reading what is shared and full.
     """
 
     step: int
@@ -75,13 +98,19 @@ class SchedulerOutput:
     new_rows: tuple[NewRow, ...] = ()
     removed_ids: tuple[str, ...] = ()
     block_copies: tuple[BlockCopy, ...] = ()
-    swap_outs: tuple[BlockCopy, ...] = ()
-    swap_ins: tuple[BlockCopy, ...] = ()
+    swap_outs: tuple[Transfer, ...] = ()
+    swap_ins: tuple[Transfer, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """Tokens that this step computes."""
         return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def num_swapped_blocks(self) -> tuple[int, int]:
+        """Blocks that this step begins to copy to the CPU tier, and back."""
+        outs = sum([len(transfer.copies) for transfer in self.swap_outs])
+        return outs, sum([len(transfer.copies) for transfer in self.swap_ins])
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +118,20 @@ class ModelRunnerOutput:
     """The token drawn for each sampled chunk, by sequence id.
 
     `failed` names sequences whose logits held no number to choose from (all NaN or -inf), with the reason.
+    `transfers` are those that have ended since the last step, whichever step they began in.
     """
 
     sampled: dict[str, int]
     failed: dict[str, str] = field(default_factory=dict)
+    transfers: tuple[TransferResult, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceStats:
-    """What one sequence cost, told when it ends. Times are seconds of the clock that the caller passes in."""
+    """What one sequence cost, told when it ends. Times are seconds of the clock that the caller passes in.
+
+    `swapped_bytes` counts both ways.
+    """
 
     num_prompt_tokens: int
     num_generated_tokens: int
@@ -128,7 +162,12 @@ class SchedulerStats:
 
     Each block is owned by sequences, or free and holding nothing (`num_free_blocks`), or free and still holding a
     prefix that can be hit (`num_cached_blocks`); the last two can both be handed out. KV use is
-    `num_filled_slots` of `num_allocated_slots`. The counters from `num_preemptions_recompute` on only grow.
+    `num_filled_slots` of `num_allocated_slots`. `num_swapped` are the sequences that lie in the CPU tier or are on
+    their way there or back; `num_transfers` the copies on their way.
+
+    The counters from `num_preemptions_recompute` on only grow. `num_missing_blocks` are the blocks that allocation
+    found missing for running sequences, summed over steps; `num_full_tier_recomputes` the preemptions that would have
+    swapped, had the CPU tier had room; `num_damaged_blocks` were found with a wrong checksum, and recomputed.
     """
 
     num_running: int
@@ -144,3 +183,13 @@ class SchedulerStats:
     num_recomputed_tokens: int
     prefix_queried_tokens: int
     prefix_hit_tokens: int
+    num_missing_blocks: int = 0
+    num_full_tier_recomputes: int = 0
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
+    num_damaged_blocks: int = 0
+    num_cpu_blocks: int = 0
+    num_used_cpu_blocks: int = 0
+    num_transfers: int = 0

@@ -2,17 +2,11 @@
 
 from bisect import insort
 from collections.abc import Iterator
-from enum import StrEnum
 from math import inf
 
+from scheduler.config import PreemptionMode, SchedulerConfig
 from scheduler.kv_cache_manager import KVCacheManager
 from scheduler.sequence import Sequence, SequenceStatus
-
-
-class PreemptionMode(StrEnum):
-    """How a victim gives its blocks back."""
-
-    RECOMPUTE = "recompute"
 
 
 def protection_key(seq: Sequence) -> tuple[int, float, float, int]:
@@ -74,17 +68,47 @@ class RunningQueue:
 class Preemptor:
     """Carries a preemption out, in the mode that fits the victim, and counts.
 
-    There is one mode so far: the blocks are freed and their tokens computed again later, as far as the prefix
-    cache has not kept them. Swapping to the CPU tier is a second one, chosen here per victim.
+    RECOMPUTE frees the blocks, and their tokens are computed again later, as far as the prefix cache has not kept
+    them. SWAP copies the blocks to the CPU tier and back. AUTO takes what costs this victim less.
     """
 
-    def __init__(self, kv: KVCacheManager) -> None:
+    def __init__(self, kv: KVCacheManager, config: SchedulerConfig, kv_block_bytes: int) -> None:
         self._kv = kv
-        self.counts = dict.fromkeys(PreemptionMode, 0)
+        self._config = config
+        self._kv_block_bytes = kv_block_bytes
+        self.num_recomputes = 0
+        self.num_swaps = 0
+        self.num_full_tier_recomputes = 0
 
     def preempt(self, victim: Sequence) -> None:
-        """Free the blocks of `victim`, which is in no queue now; it is WAITING afterwards."""
+        """Take the blocks of `victim`, which is in no queue now; it is WAITING, SWAPPING_OUT or SWAPPED afterwards."""
+        victim.num_preemptions += 1
+        is_swap_wanted = self._is_swap_wanted(victim)
+        if is_swap_wanted and self._kv.try_begin_swap_out(victim):
+            self.num_swaps += 1
+            return
         self._kv.free(victim)
         victim.status = SequenceStatus.WAITING
-        victim.num_preemptions += 1
-        self.counts[PreemptionMode.RECOMPUTE] += 1
+        self.num_recomputes += 1
+        self.num_full_tier_recomputes += is_swap_wanted
+
+    def swap_cost_s(self, victim: Sequence) -> float:
+        """Seconds that copying it out and in again takes; 0 where the rate is not known.
+
+        What lies in the CPU tier already is not copied out, what others keep on the device is not copied in.
+        """
+        rate = self._config.swap_bytes_per_s
+        num_out, num_in = self._kv.num_blocks_to_copy(victim)
+        return 0.0 if rate is None else (num_out + num_in) * self._kv_block_bytes / rate
+
+    def recompute_cost_s(self, victim: Sequence) -> float:
+        """Seconds that computing it again takes; inf where the rate is not known. What others keep is not computed."""
+        rate = self._config.prefill_tokens_per_s
+        num_kept = self._kv.num_shared_blocks(victim) * self._kv.block_size
+        return inf if rate is None else max(0, victim.num_computed_tokens - num_kept) / rate
+
+    def _is_swap_wanted(self, victim: Sequence) -> bool:
+        mode = self._config.preemption_mode
+        if self._kv.swap is None or mode is PreemptionMode.RECOMPUTE or len(victim.block_table) == 0:
+            return False
+        return mode is PreemptionMode.SWAP or self.swap_cost_s(victim) <= self.recompute_cost_s(victim)

@@ -44,14 +44,16 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def find(self, seq: Sequence) -> list[Block]:
+    def find(self, seq: Sequence, max_blocks: int | None = None) -> list[Block]:
         """The longest run of cached blocks that `seq` begins with, free or owned; changes nothing but hash notes.
 
-        It never covers the last known token, since that one must be computed to draw the next.
+        It never covers the last known token, since that one must be computed to draw the next. `max_blocks` is a
+        limit beside that.
         """
         found = []
+        num_blocks = (len(seq.token_ids) - 1) // self._block_size
         parent: int | tuple[str, ...] = self._root(seq)
-        for index in range((len(seq.token_ids) - 1) // self._block_size):
+        for index in range(num_blocks if max_blocks is None else min(num_blocks, max_blocks)):
             tokens = self._tokens(seq, index)
             block = self._blocks.get(self._hash(seq, index, tokens))
             if block is None or not _holds(block, parent, tokens):
@@ -68,21 +70,29 @@ class PrefixCache:
         The content is None where another block holds the same already: the first one stays, and this one is known
         to its owner alone. Changes the notes that `seq` carries.
         """
-        block = seq.block_table[index]
+        name, content, loser = self.enter(seq, index, seq.sealed_name, seq.block_table[index])
+        seq.num_sealed_blocks = index + 1
+        seq.sealed_name = name
+        return content, loser
+
+    def enter(
+        self, seq: Sequence, index: int, parent_name: int | None, block: Block
+    ) -> tuple[int, BlockContent | None, Block | None]:
+        """Enter `block` as block `index` of `seq`; `parent_name` names the content before it, None for the first.
+
+        Returns the name of the content in this place, and what `seal` returns.
+        """
         tokens = self._tokens(seq, index)
-        parent = self._root(seq) if seq.sealed_name is None else seq.sealed_name
+        parent = self._root(seq) if parent_name is None else parent_name
         key = self._hash(seq, index, tokens)
         rival = self._blocks.get(key)
-        seq.num_sealed_blocks = index + 1
         if rival is not None and _holds(rival, parent, tokens):
             assert rival.content is not None
-            seq.sealed_name = rival.content.name
-            return None, None
+            return rival.content.name, None, None
         # A rival of other content is a collision, or hangs below a parent that was evicted and can't be reached.
         content = BlockContent(key, parent, tokens, next(self._names))
         self._blocks[key] = block
-        seq.sealed_name = content.name
-        return content, rival
+        return content.name, content, rival
 
     def evict(self, content: BlockContent) -> None:
         """Forget a content: its block is about to hold something else."""

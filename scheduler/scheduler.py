@@ -1,9 +1,9 @@
 """Decides, step by step, which tokens of which sequences are computed."""
 
-from itertools import count
+from itertools import chain, count
 
-from scheduler.config import CacheConfig, SchedulerConfig
-from scheduler.errors import DuplicateSequenceError, PromptTooLongError
+from scheduler.config import CacheConfig, PreemptionMode, SchedulerConfig
+from scheduler.errors import DuplicateSequenceError, InvalidConfigError, PromptTooLongError
 from scheduler.kv_cache_manager import KVCacheManager
 from scheduler.output import (
     Chunk,
@@ -12,9 +12,10 @@ from scheduler.output import (
     SchedulerOutput,
     SchedulerStats,
     SequenceOutput,
+    TransferResult,
 )
 from scheduler.policy import WaitingQueue
-from scheduler.preemption import PreemptionMode, Preemptor, RunningQueue
+from scheduler.preemption import Preemptor, RunningQueue
 from scheduler.sequence import Sequence, SequenceStatus
 from scheduler.step_adder import StepAdder
 from scheduler.stopping import finish_reason
@@ -35,17 +36,29 @@ class Scheduler:
     Every `schedule` is followed by its `update`. `add` and `abort` may come at any time between. One thread at a time.
     `now` is in seconds; the scheduler only stores it and never compares it with a clock.
 
-    The runner has a row for each RUNNING sequence and no other: it gets a NewRow at admission, and its id is in
-    `removed_ids` of exactly one later output once it has left that state. Ids that are still to be reported
-    count as work, so the last ones reach the runner too, in a step without chunks.
+    The runner has rows of RUNNING sequences and of no others: one gets a NewRow with its first chunk after it was
+    admitted or swapped in, and its id is in `removed_ids` of exactly one later output once it has left that state.
+    Ids that are still to be reported count as work, so the last ones reach the runner too, in a step without chunks.
+    So do copies between the tiers that are on their way.
+
+    Who is where: `waiting` holds those that are WAITING or SWAPPED, in one order; `running` the RUNNING ones;
+    `moving` those that are SWAPPING_OUT or SWAPPING_IN.
+
+    Raises InvalidConfigError for a preemption mode `swap` without a CPU tier.
     """
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig, kv: KVCacheManager | None = None) -> None:
         self.config = config
+        self._cache = cache
         self.kv = KVCacheManager(cache) if kv is None else kv
+        if config.preemption_mode is PreemptionMode.SWAP and self.kv.swap is None:
+            raise InvalidConfigError(
+                "preemption_mode is swap, but the CPU tier has no blocks: give it some, or use auto or recompute"
+            )
         self.waiting = WaitingQueue()
         self.running = RunningQueue()
-        self._preemptor = Preemptor(self.kv)
+        self.moving: dict[str, Sequence] = {}
+        self._preemptor = Preemptor(self.kv, config, cache.kv_block_bytes)
         self._seqs: dict[str, Sequence] = {}
         # Resumed sequences that were complete when they came: they end with the next update.
         self._complete: dict[str, tuple[Sequence, FinishReason]] = {}
@@ -54,6 +67,7 @@ class Scheduler:
         self._step = 0
         self._serials = count()
         self._num_recomputed_tokens = 0
+        self._num_missing_blocks = 0
 
     @property
     def max_num_tokens(self) -> int:
@@ -77,8 +91,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step is due: something is unfinished, or the runner holds rows of what has ended."""
-        return bool(self._seqs or self._removed_ids)
+        """Whether a step is due: something is unfinished, or the runner holds rows or copies of what has ended."""
+        return bool(self._seqs or self._removed_ids or self.kv.has_transfers)
 
     def add(self, seq: Sequence) -> None:
         """Take a sequence on. It is this scheduler's until it ends.
@@ -101,25 +115,42 @@ class Scheduler:
         """End a sequence in whatever state it is; False if none of this id is unfinished. No output follows.
 
         If a step is computing it right now, its blocks are free at once all the same: whoever gets them writes
-        in a later step, and nothing of this step is entered into the prefix cache.
+        in a later step, and nothing of this step is entered into the prefix cache. Blocks that are being copied
+        are free when their transfer has ended.
         """
         seq = self._seqs.get(seq_id)
         if seq is None:
             return False
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
-        elif self._complete.pop(seq_id, None) is None:
+        elif self.moving.pop(seq_id, None) is None and self._complete.pop(seq_id, None) is None:
             self.waiting.remove(seq)
         self._end(seq, FinishReason.ABORTED)
         return True
 
+    def preempt(self, seq_id: str) -> bool:
+        """Have a running sequence give way although nobody needs its blocks; False if it does not run, or leads.
+
+        It comes back like any victim. Not between `schedule` and `update`.
+        """
+        assert self._in_flight is None, f"{seq_id} is preempted while step {self._step} computes"
+        seq = self._seqs.get(seq_id)
+        if seq is None or seq.status is not SequenceStatus.RUNNING or seq is self.running.leader:
+            return False
+        self.running.remove(seq)
+        self._preempt(seq)
+        return True
+
     def schedule(self, now: float) -> SchedulerOutput:
-        """Decide the next step and allocate its blocks. If anything is unfinished, it computes a token at least."""
+        """Decide the next step and allocate its blocks.
+
+        If anything is unfinished, it computes a token at least, or copies between the tiers are on their way.
+        """
         assert self._in_flight is None, f"step {self._step} was scheduled, but never updated"
         adder = StepAdder(self.kv, self.config.max_num_batched_tokens)
-        has_preempted = self._serve_running(adder)
+        has_lacked_blocks = self._serve_running(adder)
         # Who was preempted must not be let in again with the blocks it has just made room with.
-        if self.waiting and not has_preempted:
+        if self.waiting and not has_lacked_blocks:
             self._admit_waiting(adder, now)
         self._step += 1
         self._in_flight = adder.work
@@ -135,6 +166,8 @@ class Scheduler:
         assert self._in_flight is not None, f"step {output.step} is updated twice"
         assert output.step == self._step, f"step {output.step} is updated, but step {self._step} was the last"
         work, self._in_flight = self._in_flight, None
+        for result in runner_output.transfers:
+            self._end_transfer(result)
         outputs = []
         for seq, reason in self._complete.values():
             self._end(seq, reason)
@@ -154,24 +187,37 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """A snapshot. After an `update`, the slots that are filled are exactly those of computed tokens."""
-        kv, pool = self.kv, self.kv.pool
+        kv, pool, swap = self.kv, self.kv.pool, self.kv.swap
         num_allocated = kv.num_owned_blocks * kv.block_size
-        # Only full blocks are shared, so what is empty is empty in one sequence's last blocks.
+        # Only full blocks are shared, so what is empty is empty in one sequence's last blocks. Blocks that are on
+        # their way in or out count as filled.
         num_empty = sum([len(seq.block_table) * kv.block_size - seq.num_computed_tokens for seq in self.running])
+        num_swapped = 0 if swap is None else swap.num_sequences
+        block_bytes = self._cache.kv_block_bytes
         return SchedulerStats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting),
-            num_swapped=0,
+            num_waiting=len(self.waiting) + len(self.moving) - num_swapped,
+            num_swapped=num_swapped,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free - pool.num_free_cached,
             num_cached_blocks=pool.num_free_cached,
             num_filled_slots=num_allocated - num_empty,
             num_allocated_slots=num_allocated,
-            num_preemptions_recompute=self._preemptor.counts[PreemptionMode.RECOMPUTE],
-            num_preemptions_swap=0,
+            num_preemptions_recompute=self._preemptor.num_recomputes,
+            num_preemptions_swap=self._preemptor.num_swaps,
             num_recomputed_tokens=self._num_recomputed_tokens,
             prefix_queried_tokens=kv.num_queried_tokens,
             prefix_hit_tokens=kv.num_hit_tokens,
+            num_missing_blocks=self._num_missing_blocks,
+            num_full_tier_recomputes=self._preemptor.num_full_tier_recomputes,
+            num_swapped_out_blocks=0 if swap is None else swap.num_out_blocks,
+            num_swapped_in_blocks=0 if swap is None else swap.num_in_blocks,
+            swapped_out_bytes=0 if swap is None else swap.num_out_blocks * block_bytes,
+            swapped_in_bytes=0 if swap is None else swap.num_in_blocks * block_bytes,
+            num_damaged_blocks=0 if swap is None else swap.num_damaged_blocks,
+            num_cpu_blocks=0 if swap is None else swap.pool.num_blocks,
+            num_used_cpu_blocks=0 if swap is None else swap.pool.num_blocks - swap.pool.num_free,
+            num_transfers=0 if swap is None else len(swap.flights),
         )
 
     def _max_num_tokens_of(self, seq: Sequence) -> int:
@@ -188,42 +234,79 @@ class Scheduler:
         return limit if max_tokens is None else num_tokens
 
     def _serve_running(self, adder: StepAdder) -> bool:
-        """Give each running sequence its chunk, preempting from the back where blocks run out; whether it did."""
+        """Give each running sequence its chunk, preempting from the back where blocks run out; whether they did.
+
+        One that lacks no more than what copies on their way will free sits this step out, and nobody is preempted
+        for it. So does a leader without anybody left to preempt: what it lacks is on its way.
+        """
         running = self.running
-        has_preempted = False
+        last_lacking: Sequence | None = None
         index = 0
         while index < len(running) and adder.num_tokens_left > 0:
             seq = running[index]
-            if adder.try_serve(seq, num_behind=len(running) - index - 1):
+            num_behind = len(running) - index - 1
+            if adder.try_serve(seq, num_behind):
                 index += 1
                 continue
-            victim = running.pop_victim()
-            self._removed_ids.append(victim.seq_id)
-            self._preemptor.preempt(victim)
-            self.waiting.add(victim)
-            has_preempted = True
-        return has_preempted
+            if seq is not last_lacking:
+                last_lacking = seq
+                self._num_missing_blocks += adder.num_missing_blocks(seq, num_behind)
+            is_last = len(running) == 1 and self.kv.has_transfers
+            if is_last or (self.kv.has_transfers and adder.try_reserve(seq, num_behind)):
+                index += 1
+                continue
+            self._preempt(running.pop_victim())
+        return last_lacking is not None
+
+    def _remove_row(self, seq: Sequence) -> None:
+        """Have the runner drop its row, if it has one: after a swap it gets it back with its next chunk only."""
+        if seq.has_row:
+            self._removed_ids.append(seq.seq_id)
+            seq.has_row = False
+
+    def _preempt(self, victim: Sequence) -> None:
+        self._remove_row(victim)
+        self._preemptor.preempt(victim)
+        self._place(victim)
+
+    def _place(self, seq: Sequence) -> None:
+        """Put a sequence that is in no queue into that of its status."""
+        if seq.status is SequenceStatus.RUNNING:
+            self.running.add(seq)
+        elif seq.status in (SequenceStatus.SWAPPING_OUT, SequenceStatus.SWAPPING_IN):
+            self.moving[seq.seq_id] = seq
+        else:
+            self.waiting.add(seq)
+
+    def _end_transfer(self, result: TransferResult) -> None:
+        for seq in self.kv.end_transfer(result):
+            del self.moving[seq.seq_id]
+            self._place(seq)
 
     def _admit_waiting(self, adder: StepAdder, now: float) -> None:
         """Admit in order while there is room. Small ones may pass a big one that doesn't fit, up to a limit."""
         passed: list[Sequence] = []
         admitted: list[Sequence] = []
-        adder.open_admission(self.running)
+        coming = [seq for seq in self.moving.values() if seq.status is SequenceStatus.SWAPPING_IN]
+        num_admitted = len(self.running) + len(coming)
+        adder.open_admission(chain(self.running, coming))
         for seq in self.waiting:
-            if adder.num_tokens_left == 0 or len(self.running) == self.config.max_num_seqs:
+            if adder.num_tokens_left == 0 or num_admitted == self.config.max_num_seqs:
                 break
             if len(passed) == MAX_PASSED or any(other.num_passes == MAX_PASSES for other in passed):
                 break
-            if adder.try_admit(seq, is_alone=len(self.running) == 0):
+            if adder.try_admit(seq, is_alone=num_admitted == 0 and not self.kv.has_transfers):
                 admitted.append(seq)
-                self.running.add(seq)
+                num_admitted += 1
                 for other in passed:
                     other.num_passes += 1
             else:
                 passed.append(seq)
         for seq in admitted:
             self.waiting.remove(seq)
-            seq.status = SequenceStatus.RUNNING
+            if seq.status is not SequenceStatus.SWAPPING_IN:
+                seq.status = SequenceStatus.RUNNING
+            self._place(seq)
             if seq.first_scheduled_s is None:
                 seq.first_scheduled_s = now
 
@@ -260,8 +343,7 @@ class Scheduler:
 
         The caller has taken it out of its queue.
         """
-        if seq.status is SequenceStatus.RUNNING:
-            self._removed_ids.append(seq.seq_id)
+        self._remove_row(seq)
         self.kv.free(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason

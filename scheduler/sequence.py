@@ -20,15 +20,17 @@ class SequenceStatus(Enum):
                     │    recompute   │  │                                    │ aborted, from
                     ├────────────────┘  │                                    │ any state
                     │                   │
-        copy is bad │   swap            │ copied in
+                    │   swap            │ copied in
                     │    ┌──────────────┼─────────────┐
                     │    ▼              │             │
-                    │  SWAPPING_OUT     └── SWAPPING_IN
-                    │    │ copied out           ▲
-                    │    ▼                      │ room for it and one block more
-                    └─ SWAPPED ─────────────────┘
+                    ├─ SWAPPING_OUT     └── SWAPPING_IN ──┐
+                    │    │ copied out           ▲         │ copy is bad
+         no memory  │    ▼                      │         ▼
+                    │  SWAPPED ─────────────────┘      WAITING
+                         room for it and one block more
 
-    The three swap states are entered only where there is a CPU tier that takes victims.
+    The three swap states are entered only where there is a CPU tier that takes victims. Where all its blocks lie in
+    the tier it goes to already, a victim is SWAPPED at once, and one that comes back is admitted like any other.
     """
 
     WAITING = auto()
@@ -69,10 +71,13 @@ class Sequence:
         "block_hashes",
         "block_table",
         "cache_salt",
+        "cpu_table",
         "deadline_s",
         "finish_reason",
         "first_scheduled_s",
         "first_token_s",
+        "has_row",
+        "is_damaged",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -81,7 +86,9 @@ class Sequence:
         "num_prompt_tokens",
         "num_recomputed_tokens",
         "num_sealed_blocks",
+        "num_swapped_tokens",
         "num_tokens_seen",
+        "num_transfers",
         "priority",
         "sampling",
         "sealed_name",
@@ -89,6 +96,7 @@ class Sequence:
         "seq_id",
         "serial",
         "status",
+        "swapped_bytes",
         "tenant",
         "token_ids",
     )
@@ -131,16 +139,25 @@ class Sequence:
         self.num_computed_tokens = 0
         # The most that was ever computed of it: what lies below and is computed again is the price of preemption.
         self.num_tokens_seen = 0
+        # Whether the runner has a row for it.
+        self.has_row = False
         self.block_table: Final = BlockTable()
         # The prefix cache's notes: hashes of its full blocks, how many blocks it has sealed, the last one's name.
         self.block_hashes: Final[list[int]] = []
         self.num_sealed_blocks = 0
         self.sealed_name: int | None = None
+        # While it is swapped or on its way: its blocks of the CPU tier, the tokens whose KV they hold, how many
+        # transfers it waits for, and whether one of them has failed.
+        self.cpu_table: Final = BlockTable()
+        self.num_swapped_tokens = 0
+        self.num_transfers = 0
+        self.is_damaged = False
 
         self.num_passes = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
+        self.swapped_bytes = 0
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
 
@@ -172,7 +189,7 @@ class Sequence:
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
             num_recomputed_tokens=self.num_recomputed_tokens,
-            swapped_bytes=0,
+            swapped_bytes=self.swapped_bytes,
             arrival_s=self.arrival_s,
             first_scheduled_s=self.first_scheduled_s,
             first_token_s=self.first_token_s,

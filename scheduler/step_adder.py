@@ -1,10 +1,11 @@
 """One step in the making."""
 
+from collections.abc import Iterable
+
 from scheduler.block_pool import Block
 from scheduler.kv_cache_manager import KVCacheManager
 from scheduler.output import Chunk, NewRow, SchedulerOutput
-from scheduler.preemption import RunningQueue
-from scheduler.sequence import Sequence
+from scheduler.sequence import Sequence, SequenceStatus
 
 # A sequence that comes back from its k-th preemption must find room for 2^k blocks more than it has tokens for;
 # beyond 2^10 that is more than any context.
@@ -23,6 +24,7 @@ class StepAdder:
         self.work: list[tuple[Sequence, Chunk]] = []
         self._new_rows: list[NewRow] = []
         self._num_promised_blocks = 0
+        self._num_reserved_blocks = 0
 
     def try_serve(self, seq: Sequence, num_behind: int) -> bool:
         """Add the next chunk of a running sequence; False, and nothing changed, if its blocks don't fit.
@@ -30,60 +32,96 @@ class StepAdder:
         A chunk of a prompt leaves a token of the budget to each of the `num_behind` others, so that no prefill
         stops a decode; but takes at least one itself.
         """
-        start = seq.num_computed_tokens
-        num_tokens = len(seq.token_ids) - start
-        if num_tokens > 1:
-            num_tokens = min(num_tokens, max(1, self.num_tokens_left - num_behind))
+        num_tokens = self._num_chunk_tokens(seq, num_behind)
+        if self._num_reserved_blocks > 0 and self.num_missing_blocks(seq, num_behind) > 0:
+            return False
         new_block_ids = self._kv.allocate_slots(seq, num_tokens)
         if new_block_ids is None:
             return False
-        self._add(seq, start, num_tokens, new_block_ids)
+        self._add(seq, num_tokens, new_block_ids)
         return True
 
-    def open_admission(self, running: RunningQueue) -> None:
-        """Count the blocks that are promised: call it once, after the running ones are served."""
-        self._num_promised_blocks = sum([self._num_future_blocks(seq, 1) for seq in running])
+    def num_missing_blocks(self, seq: Sequence, num_behind: int) -> int:
+        """Blocks that the next chunk of a running sequence needs beyond those that are free and not reserved."""
+        num_new = self._kv.num_new_blocks(seq, self._num_chunk_tokens(seq, num_behind))
+        return max(0, min(num_new, num_new - self._kv.num_available_blocks + self._num_reserved_blocks))
+
+    def try_reserve(self, seq: Sequence, num_behind: int) -> bool:
+        """Let a running sequence that was not served sit out this step, if copies on their way free what it lacks.
+
+        Its blocks are kept for it: nobody who is served after it takes them, and nobody else is preempted for
+        them. False, and nothing changed, where that is not enough.
+        """
+        num_new = self._kv.num_new_blocks(seq, self._num_chunk_tokens(seq, num_behind))
+        num_coming = self._kv.num_available_blocks + self._kv.num_leaving_blocks
+        if num_new > num_coming - self._num_reserved_blocks:
+            return False
+        self._num_reserved_blocks += num_new
+        return True
+
+    def open_admission(self, admitted: Iterable[Sequence]) -> None:
+        """Count the blocks that are promised to those that run or are being swapped in.
+
+        Call it once, after the running ones are served.
+        """
+        self._num_promised_blocks = sum([self._num_future_blocks(seq, 1) for seq in admitted])
 
     def try_admit(self, seq: Sequence, *, is_alone: bool) -> bool:
-        """Admit a waiting sequence with its first chunk; False, and nothing changed, if it should wait.
+        """Admit a waiting or swapped sequence; False, and nothing changed, if it should wait.
 
         It needs blocks for all tokens that it has, not just for this chunk, and spare ones to grow into, out of
-        the free ones that are not promised to those that run. Where nothing runs there is nobody to disturb:
-        whatever `Scheduler.add` has let in fits.
+        the free ones that are not promised to those that run. Where nothing runs, and nothing is on its way between
+        the tiers, there is nobody to disturb: whatever `Scheduler.add` has let in fits.
+
+        It gets its first chunk at once, but for one whose blocks must be copied first: that is SWAPPING_IN now.
         """
         hit = self._kv.find_prefix(seq)
         if not is_alone and not self._fits(seq, hit):
             return False
-        self._kv.take_prefix(seq, hit)
-        start = seq.num_computed_tokens
-        num_tokens = min(len(seq.token_ids) - start, self.num_tokens_left)
+        if seq.status is not SequenceStatus.SWAPPED:
+            self._kv.take_prefix(seq, hit)
+        elif self._kv.swap_in(seq, hit):
+            self._num_promised_blocks += self._num_future_blocks(seq, 1)
+            return True
+        num_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, self.num_tokens_left)
         new_block_ids = self._kv.allocate_slots(seq, num_tokens)
         assert new_block_ids is not None, f"{seq} was admitted, but {self._kv.num_available_blocks} free blocks fail it"
         self._num_promised_blocks += self._num_future_blocks(seq, 1)
-        self._add(seq, start, num_tokens, ())
-        self._new_rows.append(
-            NewRow(
-                seq_id=seq.seq_id,
-                token_ids=tuple(seq.token_ids),
-                num_prompt_tokens=seq.num_prompt_tokens,
-                sampling=seq.sampling,
-                seed=seq.seed,
-                block_ids=seq.block_table.block_ids(),
-            )
-        )
+        self._add(seq, num_tokens, new_block_ids)
         return True
 
     def build(self, step: int, removed_ids: tuple[str, ...]) -> SchedulerOutput:
         """The step, ready for the runner."""
+        swap_outs, swap_ins = self._kv.take_transfers()
         return SchedulerOutput(
             step=step,
             chunks=tuple([chunk for _, chunk in self.work]),
             new_rows=tuple(self._new_rows),
             removed_ids=removed_ids,
+            swap_outs=swap_outs,
+            swap_ins=swap_ins,
         )
 
-    def _add(self, seq: Sequence, start: int, num_tokens: int, new_block_ids: tuple[int, ...]) -> None:
+    def _num_chunk_tokens(self, seq: Sequence, num_behind: int) -> int:
+        num_tokens = len(seq.token_ids) - seq.num_computed_tokens
+        return num_tokens if num_tokens == 1 else min(num_tokens, max(1, self.num_tokens_left - num_behind))
+
+    def _add(self, seq: Sequence, num_tokens: int, new_block_ids: tuple[int, ...]) -> None:
+        start = seq.num_computed_tokens
         is_sampled = start + num_tokens == len(seq.token_ids)
+        if not seq.has_row:
+            seq.has_row = True
+            new_block_ids = ()
+            self._new_rows.append(
+                NewRow(
+                    seq_id=seq.seq_id,
+                    token_ids=tuple(seq.token_ids),
+                    num_prompt_tokens=seq.num_prompt_tokens,
+                    sampling=seq.sampling,
+                    seed=seq.seed,
+                    block_ids=seq.block_table.block_ids(),
+                )
+            )
         self.work.append((seq, Chunk(seq.seq_id, start, num_tokens, new_block_ids, is_sampled)))
         self.num_tokens_left -= num_tokens
 

@@ -1,4 +1,4 @@
-"""Builds an engine from its config: checkpoint, decoder, KV cache, scheduler. The one place that sizes the KV pool."""
+"""Builds an engine from its config: checkpoint, decoder, KV cache, scheduler. The one place that sizes both tiers."""
 
 import os
 from collections.abc import Callable
@@ -12,8 +12,9 @@ from model.errors import ModelError
 from model.kv_cache import KVCache, kv_block_bytes
 from model.loader import load_checkpoint, load_config
 from model.model_runner import ModelRunner, RunnerConfig
+from model.rates import measure_prefill, measure_swap
 from model.tokenizer import Tokenizer
-from scheduler.config import CacheConfig, SchedulerConfig
+from scheduler.config import CacheConfig, PreemptionMode, SchedulerConfig
 from scheduler.errors import InvalidConfigError
 from scheduler.scheduler import Scheduler
 from worker.engine import Engine
@@ -29,6 +30,11 @@ CPU_KV_SHARE = 0.25
 CPU_KV_LIMIT_BYTES = 4 << 30
 # What one process needs beside the weights: the interpreter, torch, compiled kernels, activations of a step.
 CPU_OVERHEAD_BYTES = 600 << 20
+# The CPU tier on CUDA where nothing is said: this much, but no more than this share of the free memory.
+SWAP_DEFAULT_BYTES = 4 << 30
+SWAP_SHARE = 0.25
+# Measuring how fast a prompt is computed may lengthen the start by this much.
+MEASURE_S = 0.03
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -64,7 +70,16 @@ def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, Engi
     decoder = Decoder(model_config, checkpoint.weights, device=device, dtype=dtype, max_positions=max_model_len)
     block_bytes = kv_block_bytes(model_config, config.block_size, dtype)
     num_blocks = _pick_num_blocks(config, block_bytes, max_model_len, device)
-    kv_cache = KVCache(model_config, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, device=device)
+    num_swap_blocks = _pick_num_swap_blocks(config, num_blocks, block_bytes, device)
+    kv_cache = KVCache(
+        model_config,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        dtype=dtype,
+        device=device,
+        num_cpu_blocks=num_swap_blocks,
+        available_bytes=available_bytes,
+    )
     runner = ModelRunner(
         decoder,
         kv_cache,
@@ -77,17 +92,26 @@ def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, Engi
     )
     runner.warm_up(report)
     batched_tokens = config.max_num_batched_tokens or max(BATCHED_TOKENS[device.type], config.max_num_seqs)
+    swap_rate = prefill_rate = None
+    if num_swap_blocks:
+        swap_rate = measure_swap(kv_cache)
+        prefill_rate = measure_prefill(runner, kv_cache, min(batched_tokens, max_model_len), MEASURE_S)
     scheduler = Scheduler(
         SchedulerConfig(
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=batched_tokens,
             eos_token_ids=frozenset(model_config.eos_token_ids) | frozenset(tokenizer.eos_token_ids),
+            preemption_mode=PreemptionMode(config.preemption_mode),
+            swap_bytes_per_s=swap_rate,
+            prefill_tokens_per_s=prefill_rate,
         ),
         CacheConfig(
             num_blocks=num_blocks,
             block_size=config.block_size,
+            num_cpu_blocks=num_swap_blocks,
             enable_prefix_caching=config.enable_prefix_caching,
+            kv_block_bytes=block_bytes,
         ),
     )
     info = EngineInfo(
@@ -101,6 +125,9 @@ def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, Engi
         dtype=str(dtype).removeprefix("torch."),
         fingerprint=_fingerprint(path, dtype, device),
         pid=os.getpid(),
+        num_swap_blocks=num_swap_blocks,
+        swap_bytes_per_s=swap_rate,
+        prefill_tokens_per_s=prefill_rate,
     )
     return Engine(scheduler, runner, check_invariants=config.check_invariants), info
 
@@ -162,6 +189,29 @@ def _pick_num_blocks(config: EngineConfig, block_bytes: int, max_model_len: int,
             "or set num_kv_blocks"
         )
     return num_blocks
+
+
+def _pick_num_swap_blocks(config: EngineConfig, num_blocks: int, block_bytes: int, device: torch.device) -> int:
+    """Blocks of the CPU tier. On the CPU the KV cache, which is not written yet, comes out of the same memory."""
+    is_cpu = device.type == "cpu"
+    free = max(0, available_bytes() - (num_blocks * block_bytes if is_cpu else 0))
+    wanted = config.num_swap_blocks
+    if wanted is None and config.swap_space_gib is not None:
+        wanted = int(config.swap_space_gib * (1 << 30)) // block_bytes
+    if wanted is None:
+        wanted = 0 if is_cpu else min(SWAP_DEFAULT_BYTES, int(free * SWAP_SHARE)) // block_bytes
+    if wanted * block_bytes > free:
+        raise StartupError(
+            f"the swap space of {wanted} blocks takes {gib(wanted * block_bytes)} of memory, but {gib(free)} are free "
+            f"beside the KV cache: use at most {free // block_bytes} blocks (num_swap_blocks), or "
+            f"{free / (1 << 30):.2f} GiB (swap_space_gib)"
+        )
+    if config.preemption_mode == PreemptionMode.SWAP and wanted == 0:
+        raise StartupError(
+            f"preemption_mode is swap, but the swap space holds no block of {gib(block_bytes)}: set swap_space_gib or "
+            "num_swap_blocks, or use preemption_mode auto"
+        )
+    return wanted
 
 
 def _free_cuda_bytes(config: EngineConfig, device: torch.device) -> int:

@@ -12,6 +12,9 @@ class EngineConfig:
     num_kv_blocks: blocks of the KV cache; None sizes it from the memory at hand.
     max_num_batched_tokens: token budget of a step; None is 6144 on CUDA and 512 on the CPU, where a step of 6144
         tokens would take many seconds.
+    swap_space_gib, num_swap_blocks: size of the CPU tier that preempted sequences are swapped to, in one or the other
+        unit; both None: 4 GiB on CUDA, none on the CPU, where it would be the same memory as the KV cache.
+    preemption_mode: auto, swap or recompute.
     check_invariants: `step` checks every invariant of the scheduler after each step, `idle` when no work is left.
     """
 
@@ -26,13 +29,19 @@ class EngineConfig:
     max_num_seqs: int = 128
     max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
+    swap_space_gib: float | None = None
+    num_swap_blocks: int | None = None
+    preemption_mode: str = "auto"
     num_threads: int | None = None
     check_invariants: str = "off"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the engine is, once built. `fingerprint` names what decides its numbers: model, dtype, device, kernels."""
+    """What the engine is, once built. `fingerprint` names what decides its numbers: model, dtype, device, kernels.
+
+    The rates are those by which `auto` chooses between swapping and recomputing; None where there is no CPU tier.
+    """
 
     max_model_len: int
     num_blocks: int
@@ -44,6 +53,9 @@ class EngineInfo:
     dtype: str
     fingerprint: str
     pid: int
+    num_swap_blocks: int = 0
+    swap_bytes_per_s: float | None = None
+    prefill_tokens_per_s: float | None = None
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -37,6 +37,7 @@ class EngineSupervisor:
         self._on_restart = on_restart
         self._engine = make_engine()
         self._last_step_s = time.monotonic()
+        self._num_damaged_blocks = 0
         self.is_up = False
         self.last_report: StepReport | None = None
 
@@ -66,8 +67,14 @@ class EngineSupervisor:
                 await self._restart(error)
                 continue
             self._last_step_s = time.monotonic()
+            self._tell_damage(report.stats.num_damaged_blocks)
             self.last_report = report
             self._on_report(report)
+
+    def _tell_damage(self, num_blocks: int) -> None:
+        if num_blocks > self._num_damaged_blocks:
+            log.error("swapped_blocks_damaged", num_blocks=num_blocks - self._num_damaged_blocks, fate="recomputed")
+            self._num_damaged_blocks = num_blocks
 
     async def _restart(self, error: EngineDiedError) -> None:
         log.error("engine_died", error=str(error))
@@ -82,6 +89,7 @@ class EngineSupervisor:
 
     def _stands(self) -> None:
         self._last_step_s = time.monotonic()
+        self._num_damaged_blocks = 0
         self.is_up = True
 
     def add(self, request: EngineRequest) -> None:

@@ -36,12 +36,24 @@ class WorkerMetrics:
         self._steps = self._counter("pagemill_steps", "Steps of the engine.")
         self._engine_restarts = self._counter("pagemill_engine_restarts", "Engines that had to be started anew.")
         self._preemptions = self._counter("pagemill_preemptions", "Preemptions by mode.", "mode")
+        self._full_tier = self._counter(
+            "pagemill_preemptions_swap_full", "Preemptions that recompute since the swap space was full."
+        )
+        self._swapped_bytes = self._counter("pagemill_swapped_bytes", "KV bytes copied to CPU memory and back.", "way")
+        self._swap_blocks = self._gauge("pagemill_swap_blocks", "Blocks of the swap space by state.", "state")
+        self._damaged = self._counter(
+            "pagemill_swap_damaged_blocks", "Blocks that came back with a wrong checksum and were computed again."
+        )
         self._recomputed = self._counter("pagemill_recomputed_tokens", "Tokens computed again after a preemption.")
         self._queried = self._counter("pagemill_prefix_queried_tokens", "Prompt tokens looked up in the prefix cache.")
         self._hit = self._counter("pagemill_prefix_hit_tokens", "Prompt tokens found in the prefix cache.")
         # So that each series is there from the start: a rate over a series that appears with its first count misses it.
         for mode in ("recompute", "swap"):
             self._preemptions.labels(mode)
+        for way in ("out", "in"):
+            self._swapped_bytes.labels(way)
+        for state in ("used", "free"):
+            self._swap_blocks.labels(state)
         for state in _BLOCK_STATES:
             self._blocks.labels(state)
 
@@ -74,6 +86,12 @@ class WorkerMetrics:
         self._follow(self._steps, num_steps)
         self._follow(self._preemptions, stats.num_preemptions_recompute, "recompute")
         self._follow(self._preemptions, stats.num_preemptions_swap, "swap")
+        self._follow(self._full_tier, stats.num_full_tier_recomputes)
+        self._follow(self._swapped_bytes, stats.swapped_out_bytes, "out")
+        self._follow(self._swapped_bytes, stats.swapped_in_bytes, "in")
+        self._follow(self._damaged, stats.num_damaged_blocks)
+        self._swap_blocks.labels("used").set(stats.num_used_cpu_blocks)
+        self._swap_blocks.labels("free").set(stats.num_cpu_blocks - stats.num_used_cpu_blocks)
         self._follow(self._recomputed, stats.num_recomputed_tokens)
         self._follow(self._queried, stats.prefix_queried_tokens)
         self._follow(self._hit, stats.prefix_hit_tokens)

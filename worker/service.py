@@ -336,6 +336,9 @@ def make_engine(settings: Settings, progress: ProgressCallback | None) -> Engine
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         enable_prefix_caching=settings.enable_prefix_caching,
+        swap_space_gib=settings.swap_space_gib,
+        num_swap_blocks=settings.num_swap_blocks,
+        preemption_mode=settings.preemption_mode,
         num_threads=settings.num_threads,
         check_invariants=settings.check_invariants,
     )

@@ -130,6 +130,14 @@ class Settings(BaseSettings):
     """Most tokens that one step computes, decodes and pieces of prompts together; at least `max_num_seqs`."""
     enable_prefix_caching: bool = True
     """Keep the blocks of finished sequences, so that a prompt that begins alike is not computed again."""
+    swap_space_gib: float | None = Field(
+        default=None, ge=0, le=65_536, json_schema_extra=_shown("4 on CUDA, 0 on the CPU")
+    )
+    """GiB of CPU memory that preempted sequences are swapped to. 0 turns swapping off."""
+    num_swap_blocks: int | None = Field(default=None, ge=0, json_schema_extra=_shown("from `swap_space_gib`"))
+    """The same in blocks; set one of the two."""
+    preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
+    """Where the KV cache is full: swap a sequence to CPU memory, compute it again later, or what is faster for it."""
     num_threads: int | None = Field(default=None, ge=1, le=1024, json_schema_extra=_shown("one per core"))
     """Threads that the engine computes with on the CPU."""
     engine_mode: Literal["process", "inprocess"] = "process"
@@ -181,6 +189,10 @@ class Settings(BaseSettings):
             )
         if self.max_model_len is not None and self.num_kv_blocks is not None:
             self._check_context(self.max_model_len, self.num_kv_blocks * self.block_size)
+        if self.swap_space_gib is not None and self.num_swap_blocks is not None:
+            raise ValueError("swap_space_gib and num_swap_blocks exclude each other: leave one of them out")
+        if self.preemption_mode == "swap" and 0 in (self.swap_space_gib, self.num_swap_blocks):
+            raise ValueError("preemption_mode is swap and the swap space 0: give it some, or use auto or recompute")
         if not self.result_ttl_ms <= self.max_result_ttl_ms <= self.run_ttl_ms:
             raise ValueError(
                 f"result_ttl_ms ({self.result_ttl_ms}), max_result_ttl_ms ({self.max_result_ttl_ms}) and "

@@ -60,12 +60,13 @@ class ChromeTrace:
 
     def _step(self, step: SimulatedStep) -> None:
         output, stats = step.output, step.stats
+        num_out, num_in = output.num_swapped_blocks
         facts = {
             "tokens": output.num_tokens,
             "sequences": len(output.chunks),
             "bound by": step.cost.bound,
-            "swapped out": len(output.swap_outs),
-            "swapped in": len(output.swap_ins),
+            "swapped out": num_out,
+            "swapped in": num_in,
         }
         self._bar(ENGINE, 1, f"step {output.step}", step.start_s, step.end_s, facts)
         owned = stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks

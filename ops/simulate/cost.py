@@ -62,7 +62,7 @@ class CostModel:
             # Each token attends to itself and to all before it.
             num_pairs += num * end - num * (num - 1) // 2
         block_bytes = self.kv_bytes * block_size
-        num_swapped = max(len(output.swap_outs), len(output.swap_ins))
+        num_swapped = max(output.num_swapped_blocks)
         if num_tokens == 0 and num_swapped == 0 and not output.block_copies:
             return StepCost(0.0, 0.0, 0.0, 0.0)
         # A copy within the tier reads and writes.

@@ -15,6 +15,7 @@ from scheduler import (
     Sequence,
     SequenceOutput,
     SequenceStatus,
+    TransferResult,
 )
 from scheduler.errors import PromptTooLongError
 
@@ -116,7 +117,9 @@ class Simulation:
         cost = self._cost_model.step(output, scheduler.kv.block_size)
         self.now = start_s + cost.total_s
         sampled = {chunk.seq_id: live[chunk.seq_id][1] for chunk in output.chunks if chunk.is_sampled}
-        outputs = scheduler.update(output, ModelRunnerOutput(sampled), self.now)
+        # The step's time covers its copies, so they end with it.
+        ended = tuple([TransferResult(transfer.transfer_id) for transfer in (*output.swap_outs, *output.swap_ins)])
+        outputs = scheduler.update(output, ModelRunnerOutput(sampled, transfers=ended), self.now)
         for each in outputs:
             if each.finish_reason is not None:
                 del live[each.seq_id]

@@ -63,8 +63,8 @@ class Metrics:
         self._num_recomputed = stats.num_recomputed_tokens
         self._num_computed += step.output.num_tokens
         self._bounds[step.cost.bound] += 1
-        self._num_copied["out"] += len(step.output.swap_outs)
-        self._num_copied["in"] += len(step.output.swap_ins)
+        num_out, num_in = step.output.num_swapped_blocks
+        self._num_copied.update({"out": num_out, "in": num_in})
         self._preemptions.update([mode for _, mode in step.preempted])
         self._start_s.append(step.start_s)
         self._end_s.append(step.end_s)

@@ -48,6 +48,18 @@ def test_preempted_sequences_give_the_reference(demo_model_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+def test_sequences_that_are_swapped_every_few_tokens_give_the_reference(demo_model_path: Path) -> None:
+    outcome = run_engine(demo_model_path, "swapped")
+    check(outcome)
+    assert min(outcome["num_swaps"].values()) > 0
+    assert sum(outcome["num_swaps"].values()) == outcome["num_preemptions"]
+    assert outcome["num_recomputed_tokens"] == 0
+    num_out, num_in = outcome["num_swapped_blocks"]
+    assert num_out == num_in > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("mode", ["one_by_one", "shuffled"])
 def test_any_other_way_gives_the_reference(demo_model_path: Path, mode: str) -> None:
     check(run_engine(demo_model_path, mode))

@@ -121,9 +121,32 @@ def test_jobs_are_counted_by_outcome_with_their_tokens_and_times(metrics: Worker
     assert read["pagemill_queue_seconds_bucket,le=0.05"] == 0
 
 
+def test_swapping_shows_in_both_ways_and_what_went_wrong(metrics: WorkerMetrics) -> None:
+    swapping = replace(
+        STATS,
+        num_swapped=2,
+        num_preemptions_swap=5,
+        num_full_tier_recomputes=1,
+        swapped_out_bytes=4000,
+        swapped_in_bytes=3000,
+        num_damaged_blocks=2,
+        num_cpu_blocks=20,
+        num_used_cpu_blocks=7,
+    )
+    metrics.observe_scheduler(swapping, num_steps=1)
+    read = page(metrics)
+    assert read["pagemill_sequences_swapped"] == 2
+    assert [read[f"pagemill_preemptions_total,mode={mode}"] for mode in ("swap", "recompute")] == [5, 4]
+    assert read["pagemill_preemptions_swap_full_total"] == 1
+    assert [read[f"pagemill_swapped_bytes_total,way={way}"] for way in ("out", "in")] == [4000, 3000]
+    assert [read[f"pagemill_swap_blocks,state={state}"] for state in ("used", "free")] == [7, 13]
+    assert read["pagemill_swap_damaged_blocks_total"] == 2
+
+
 def test_series_are_there_before_anything_happens(metrics: WorkerMetrics) -> None:
     read = page(metrics)
     assert read["pagemill_preemptions_total,mode=swap"] == 0
+    assert read["pagemill_swapped_bytes_total,way=out"] == read["pagemill_swap_damaged_blocks_total"] == 0
     assert read["pagemill_jobs_total,outcome=ok"] == 0
     assert read["pagemill_worker_info,model=smollm2,queue=q,version=0.1.0,worker_id=w1"] == 1
 

@@ -8,7 +8,15 @@ import torch
 from model.errors import RunnerInputError
 from model.model_runner import RunnerConfig
 from model.weights import random_weights
-from scheduler.output import BlockCopy, Chunk, ModelRunnerOutput, NewRow, SchedulerOutput
+from scheduler.output import (
+    BlockCopy,
+    Chunk,
+    ModelRunnerOutput,
+    NewRow,
+    SchedulerOutput,
+    Transfer,
+    TransferResult,
+)
 from scheduler.sampling_params import SamplingParams
 from tests.unit.model_runner.driver import GREEDY, Driver, random_prompt, tiny_config
 
@@ -139,13 +147,14 @@ def test_a_sequence_survives_being_swapped_out_and_in_to_other_blocks() -> None:
     sequence = driver.add("a", PROMPTS[3])
     driver.decode(4)
     blocks = list(sequence.block_ids)
-    outs = tuple(BlockCopy(block, slot) for slot, block in enumerate(blocks))
-    driver.runner.execute(SchedulerOutput(step=0, removed_ids=("a",), swap_outs=outs))
+    outs = Transfer(1, tuple(BlockCopy(block, slot) for slot, block in enumerate(blocks)))
+    ended = driver.runner.execute(SchedulerOutput(step=0, removed_ids=("a",), swap_outs=(outs,))).transfers
+    assert ended == (TransferResult(1),)
     driver.kv_cache.blocks[blocks] = torch.nan
     sequence.block_ids = [60 - slot for slot in range(len(blocks))]
     sequence.has_row = False
-    ins = tuple(BlockCopy(slot, block) for slot, block in enumerate(sequence.block_ids))
-    driver.runner.execute(SchedulerOutput(step=0, swap_ins=ins))
+    ins = Transfer(2, tuple(BlockCopy(slot, block) for slot, block in enumerate(sequence.block_ids)))
+    assert driver.runner.execute(SchedulerOutput(step=0, swap_ins=(ins,))).transfers == (TransferResult(2),)
     driver.decode(NUM_NEW_TOKENS)
     assert sequence.drawn == alone(PROMPTS[3])
 
@@ -201,7 +210,7 @@ def row(seq_id: str, num_tokens: int, block_ids: tuple[int, ...]) -> NewRow:
         (SchedulerOutput(1, new_rows=(row("a", 4, (0, 1, 2, 3, 4)),)), "would hold 5 blocks, its row has 4"),
         (SchedulerOutput(1, (Chunk("a", 0, 9, (), True),), (row("a", 9, (0,)),)), "passes its 1 blocks of 8 tokens"),
         (SchedulerOutput(1, (Chunk("a", 4, 0, (), True),), (row("a", 4, (0,)),)), "is empty"),
-        (SchedulerOutput(1, swap_outs=(BlockCopy(0, 0),)), "no CPU tier"),
+        (SchedulerOutput(1, swap_outs=(Transfer(1, (BlockCopy(0, 0),)),)), "no CPU tier"),
     ],
 )
 def test_a_step_that_does_not_fit_the_runner_is_refused_by_name(output: SchedulerOutput, message: str) -> None:

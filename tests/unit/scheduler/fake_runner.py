@@ -4,13 +4,27 @@ Its KV memory keeps, in each slot, a fingerprint of all tokens up to that positi
 slot of the sequence must hold the fingerprint of its own prefix: a block that was freed too early, shared wrongly or
 served to another prompt shows at once. Its model draws the next token from the fingerprint, so what a sequence should
 generate can be told without any scheduler.
+
+Its copies between the tiers end in the step in which they begin, or any number of steps later, as `CopyFaults` says.
+Until a copy ends it may have been made already or not yet, which makes both reading its source too late and writing
+its target too early show.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from random import Random
 from zlib import crc32
 
-from scheduler import ModelRunnerOutput, Scheduler, SchedulerOutput, Sequence, SequenceOutput
+from scheduler import (
+    ModelRunnerOutput,
+    Scheduler,
+    SchedulerOutput,
+    Sequence,
+    SequenceOutput,
+    Transfer,
+    TransferResult,
+)
 from scheduler.invariants import check
 
 VOCAB_SIZE = 50
@@ -52,15 +66,44 @@ class Row:
         return len(self.prints) - 1
 
 
+@dataclass
+class CopyFaults:
+    """How copies go: each ends after up to `max_delay` steps, and may fail. `hold` keeps those from ending that it
+    is true for.
+    """
+
+    rng: Random = field(default_factory=lambda: Random(0))
+    max_delay: int = 0
+    p_damaged: float = 0.0
+    p_no_memory: float = 0.0
+    hold: Callable[[Transfer], bool] = lambda transfer: False
+
+
+@dataclass
+class Copying:
+    """A transfer that has not ended."""
+
+    transfer: Transfer
+    is_out: bool
+    ends_in: int
+    is_early: bool
+
+
 class FakeRunner:
     """Executes steps. `root_of` gives what a sequence's KV depends on beside its tokens (its adapter, say)."""
 
-    def __init__(self, block_size: int, root_of: Callable[[str], str] = lambda seq_id: "") -> None:
+    def __init__(
+        self, block_size: int, root_of: Callable[[str], str] = lambda seq_id: "", faults: CopyFaults | None = None
+    ) -> None:
         self.block_size = block_size
         self.rows: dict[str, Row] = {}
         self.num_tokens = 0
+        self.faults = faults or CopyFaults()
+        self.copying: list[Copying] = []
+        self.num_failed: Counter[str] = Counter()
         self._root_of = root_of
         self._memory: dict[tuple[int, int], int] = {}
+        self._cpu_memory: dict[tuple[int, int], int] = {}
 
     def execute(self, output: SchedulerOutput, failing: dict[str, str] | None = None) -> ModelRunnerOutput:
         """Do a step as the order in SchedulerOutput's docstring says; `failing` rows draw no token."""
@@ -70,6 +113,8 @@ class FakeRunner:
         for new in output.new_rows:
             assert new.seq_id not in self.rows, f"{new.seq_id} is new, but has a row"
             self.rows[new.seq_id] = Row(fingerprint(self._root_of(new.seq_id), new.token_ids), list(new.block_ids))
+        self._begin_copies(output)
+        targets = {copy.dst for copying in self.copying if not copying.is_out for copy in copying.transfer.copies}
         written: set[tuple[int, int]] = set()
         sampled = {}
         for chunk in output.chunks:
@@ -82,6 +127,7 @@ class FakeRunner:
             for position in range(chunk.start, end):
                 slot = self._slot(row, position)
                 assert slot not in written, f"{slot} is written twice in step {output.step}"
+                assert slot[0] not in targets, f"{slot} is written while a copy into it is on its way"
                 written.add(slot)
                 self._memory[slot] = row.prints[position + 1]
             row.num_computed_tokens = end
@@ -94,7 +140,50 @@ class FakeRunner:
                 sampled[chunk.seq_id] = draw(row.prints[-1])
                 row.prints.append(hash((row.prints[-1], sampled[chunk.seq_id])))
         assert len({chunk.seq_id for chunk in output.chunks}) == len(output.chunks), "a sequence has two chunks"
-        return ModelRunnerOutput(sampled, failing)
+        return ModelRunnerOutput(sampled, failing, self._end_copies())
+
+    def _begin_copies(self, output: SchedulerOutput) -> None:
+        rng = self.faults.rng
+        for is_out, transfers in ((True, output.swap_outs), (False, output.swap_ins)):
+            for transfer in transfers:
+                assert transfer.copies, f"{transfer} copies nothing"
+                copying = Copying(transfer, is_out, rng.randint(0, self.faults.max_delay), rng.random() < 0.5)
+                self.copying.append(copying)
+                self._move(copying, is_made=copying.is_early)
+
+    def _end_copies(self) -> tuple[TransferResult, ...]:
+        """End those whose time has come, in a random order."""
+        rng, results = self.faults.rng, []
+        rng.shuffle(self.copying)
+        for copying in list(self.copying):
+            copying.ends_in -= 1
+            if copying.ends_in >= 0 or self.faults.hold(copying.transfer):
+                continue
+            self.copying.remove(copying)
+            if not copying.is_early:
+                self._move(copying, is_made=True)
+            p_failed = self.faults.p_no_memory if copying.is_out else self.faults.p_damaged
+            failed = [copy.dst for copy in copying.transfer.copies if rng.random() < p_failed]
+            self.num_failed["no memory" if copying.is_out else "damaged"] += len(failed)
+            for block_id in failed:
+                self._write(self._cpu_memory if copying.is_out else self._memory, block_id, [None] * self.block_size)
+            results.append(TransferResult(copying.transfer.transfer_id, tuple(failed)))
+        return tuple(results)
+
+    def _move(self, copying: Copying, *, is_made: bool) -> None:
+        """Copy all blocks, or, not yet, leave nothing readable where they will be."""
+        source, target = (self._memory, self._cpu_memory) if copying.is_out else (self._cpu_memory, self._memory)
+        for copy in copying.transfer.copies:
+            slots = range(self.block_size)
+            held = [source.get((copy.src, slot)) if is_made else None for slot in slots]
+            self._write(target, copy.dst, held)
+
+    def _write(self, memory: dict[tuple[int, int], int], block_id: int, held: list[int | None]) -> None:
+        for slot, print_ in enumerate(held):
+            if print_ is None:
+                memory.pop((block_id, slot), None)
+            else:
+                memory[block_id, slot] = print_
 
     def _slot(self, row: Row, position: int) -> tuple[int, int]:
         return row.block_ids[position // self.block_size], position % self.block_size
@@ -108,9 +197,14 @@ class FakeRunner:
 class Driver:
     """A scheduler, a runner and a clock of one second a step, stepped with all invariants checked."""
 
-    def __init__(self, scheduler: Scheduler, root_of: Callable[[str], str] = lambda seq_id: "") -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        root_of: Callable[[str], str] = lambda seq_id: "",
+        faults: CopyFaults | None = None,
+    ) -> None:
         self.scheduler = scheduler
-        self.runner = FakeRunner(scheduler.kv.block_size, root_of)
+        self.runner = FakeRunner(scheduler.kv.block_size, root_of, faults)
         self.now = 0.0
         self.generated: dict[str, list[int]] = {}
         self.ends: dict[str, SequenceOutput] = {}
@@ -130,7 +224,8 @@ class Driver:
         output = self.last_output = scheduler.schedule(self.now)
         check(scheduler)
         assert output.num_tokens <= scheduler.config.max_num_batched_tokens
-        assert output.chunks or not (scheduler.running or scheduler.waiting), "a step with work computes nothing"
+        is_idle = not (output.chunks or scheduler.kv.has_transfers)
+        assert not is_idle or not (scheduler.running or scheduler.waiting), "a step with work computes nothing"
         runner_output = self.runner.execute(output, failing)
         if between is not None:
             between(output)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from scheduler import CacheConfig, SamplingParams, Scheduler, SchedulerConfig, Sequence
+from scheduler import CacheConfig, PreemptionMode, SamplingParams, Scheduler, SchedulerConfig, Sequence
 
 
 def make_scheduler(
@@ -14,10 +14,21 @@ def make_scheduler(
     max_num_batched_tokens: int = 512,
     eos_token_ids: frozenset[int] = frozenset(),
     enable_prefix_caching: bool = True,
+    num_cpu_blocks: int = 0,
+    preemption_mode: PreemptionMode = PreemptionMode.AUTO,
 ) -> Scheduler:
+    """A block has as many bytes as tokens."""
     return Scheduler(
-        SchedulerConfig(max_model_len, max_num_seqs, max_num_batched_tokens, eos_token_ids),
-        CacheConfig(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching),
+        SchedulerConfig(
+            max_model_len, max_num_seqs, max_num_batched_tokens, eos_token_ids, preemption_mode=preemption_mode
+        ),
+        CacheConfig(
+            num_blocks,
+            block_size,
+            num_cpu_blocks,
+            enable_prefix_caching=enable_prefix_caching,
+            kv_block_bytes=block_size,
+        ),
     )
 
 

@@ -9,10 +9,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler.config import CacheConfig
 from scheduler.kv_cache_manager import KVCacheManager
+from scheduler.output import Transfer, TransferResult
 from scheduler.sampling_params import SamplingParams
-from scheduler.sequence import Sequence
+from scheduler.sequence import Sequence, SequenceStatus
 
 NUM_BLOCKS = 10
+NUM_CPU_BLOCKS = 8
 BLOCK_SIZE = 2
 
 
@@ -65,20 +67,24 @@ def test_the_manager_counts_what_it_was_asked_for_and_what_it_found() -> None:
 
 
 class KVCacheMachine(RuleBasedStateMachine):
-    """Begins, grows, fails and frees sequences over few blocks and few tokens, so that prefixes meet all the time.
+    """Begins, grows, swaps, fails and frees sequences over few blocks and tokens, so that prefixes meet all the time.
 
-    `written` is the model: what each block would hold, told by what the sequences have computed into it.
+    `written` is the model: what each block would hold, told by what the sequences have computed into it; and
+    `cpu_written` the same of the CPU tier. Copies are made when they end, which is as late as they may be.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.seqs: list[Sequence] = []
-        self.written: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self.away: list[Sequence] = []
+        self.transfers: list[tuple[bool, Transfer]] = []
+        self.written: dict[tuple[int, int], tuple[Any, ...] | None] = {}
+        self.cpu_written: dict[tuple[int, int], tuple[Any, ...] | None] = {}
         self.num_started = 0
 
     @initialize(is_hash_constant=st.booleans(), is_caching=st.booleans())
     def start(self, is_hash_constant: bool, is_caching: bool) -> None:
-        config = CacheConfig(NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=is_caching)
+        config = CacheConfig(NUM_BLOCKS, BLOCK_SIZE, NUM_CPU_BLOCKS, enable_prefix_caching=is_caching)
         self.kv = KVCacheManager(config, lambda _, tokens: 7) if is_hash_constant else KVCacheManager(config)
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12), tenant=st.sampled_from(["", "t"]))
@@ -123,6 +129,73 @@ class KVCacheMachine(RuleBasedStateMachine):
         assert seq.num_computed_tokens < seq.num_tokens
         self.compute(seq, seq.num_tokens - seq.num_computed_tokens)
 
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from(self.seqs))
+        num_tokens = seq.num_computed_tokens
+        if num_tokens == 0:
+            return
+        if num_tokens == seq.num_tokens:
+            seq.token_ids.append(0)  # the one that was drawn from what is computed
+        assert self.kv.swap is not None
+        num_free = self.kv.swap.pool.num_free
+        num_blocks = len(seq.block_table)
+        if not self.kv.try_begin_swap_out(seq):
+            assert (seq.num_computed_tokens, len(seq.block_table)) == (num_tokens, num_blocks)
+            assert self.kv.swap.pool.num_free == num_free < num_blocks
+            return
+        self.seqs.remove(seq)
+        self.away.append(seq)
+        seq.num_preemptions += 1
+        self.take_transfers()
+
+    @precondition(lambda self: any(seq.status is SequenceStatus.SWAPPED for seq in self.away))
+    @rule(data=st.data())
+    def swap_in(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from([seq for seq in self.away if seq.status is SequenceStatus.SWAPPED]))
+        hit = self.kv.find_prefix(seq)
+        num_needed = len(seq.cpu_table) - len(hit) + sum(block.ref_cnt == 0 for block in hit)
+        if num_needed > self.kv.num_available_blocks:
+            return
+        if not self.kv.swap_in(seq, hit):
+            self.come_back(seq)
+        self.take_transfers()
+
+    @precondition(lambda self: self.transfers)
+    @rule(data=st.data(), is_failed=st.booleans())
+    def end_transfer(self, data: st.DataObject, is_failed: bool) -> None:
+        index = data.draw(st.integers(0, len(self.transfers) - 1))
+        is_out, transfer = self.transfers.pop(index)
+        source, target = (self.written, self.cpu_written) if is_out else (self.cpu_written, self.written)
+        failed = {copy.dst for copy in transfer.copies if is_failed and data.draw(st.booleans())}
+        for copy in transfer.copies:
+            for slot in range(BLOCK_SIZE):
+                target[copy.dst, slot] = None if copy.dst in failed else source.get((copy.src, slot))
+        for seq in self.kv.end_transfer(TransferResult(transfer.transfer_id, tuple(failed))):
+            if seq.status is SequenceStatus.WAITING:
+                self.away.remove(seq)
+                assert len(seq.block_table) == len(seq.cpu_table) == 0
+            elif seq.status is not SequenceStatus.SWAPPED:
+                self.come_back(seq)
+
+    @precondition(lambda self: self.away)
+    @rule(data=st.data())
+    def abort_away(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from(self.away))
+        self.away.remove(seq)
+        self.kv.free(seq)
+        seq.status = SequenceStatus.FINISHED
+
+    def come_back(self, seq: Sequence) -> None:
+        seq.status = SequenceStatus.RUNNING
+        self.away.remove(seq)
+        self.seqs.append(seq)
+
+    def take_transfers(self) -> None:
+        outs, ins = self.kv.take_transfers()
+        self.transfers += [(True, transfer) for transfer in outs] + [(False, transfer) for transfer in ins]
+
     def compute(self, seq: Sequence, num_tokens: int) -> None:
         num_needed = -(-(seq.num_computed_tokens + num_tokens) // BLOCK_SIZE) - len(seq.block_table)
         num_free = self.kv.num_available_blocks
@@ -152,22 +225,41 @@ class KVCacheMachine(RuleBasedStateMachine):
     def references_are_those_of_the_tables(self) -> None:
         if not hasattr(self, "kv"):
             return
-        owned = [block.block_id for seq in self.seqs for block in seq.block_table]
-        free = {block.block_id for block in self.kv.pool.free_list()}
-        assert len(free) == self.kv.num_available_blocks
-        for block in self.kv.pool.blocks:
-            assert block.ref_cnt == owned.count(block.block_id)
-            assert (block.block_id in free) == (block.ref_cnt == 0)
+        swap = self.kv.swap
+        assert swap is not None
+        seqs, flights = [*self.seqs, *self.away], list(swap.flights.values())
+        owned = [block for seq in seqs for block in seq.block_table]
+        owned += [block for flight in flights for block in flight.device]
+        cpu_owned = [block for seq in seqs for block in seq.cpu_table]
+        cpu_owned += [block for flight in flights for block in flight.cpu]
+        for pool, owners in ((self.kv.pool, owned), (swap.pool, cpu_owned)):
+            free = {block.block_id for block in pool.free_list()}
+            assert len(free) == pool.num_free
+            for block in pool.blocks:
+                assert block.ref_cnt == owners.count(block)
+                assert (block.block_id in free) == (block.ref_cnt == 0)
+
+    @invariant()
+    def what_is_swapped_is_kept(self) -> None:
+        for seq in self.away:
+            if seq.status is not SequenceStatus.SWAPPING_OUT:
+                for position in range(seq.num_swapped_tokens):
+                    block = seq.cpu_table[position // BLOCK_SIZE]
+                    held = self.cpu_written[block.block_id, position % BLOCK_SIZE]
+                    assert held == self.prefix(seq, position)
 
     @invariant()
     def the_cache_and_the_blocks_agree(self) -> None:
         if not hasattr(self, "kv"):
             return
-        contents = {block.block_id: block.hash for block in self.kv.pool.blocks if block.content is not None}
-        entries = {} if self.kv.prefix_cache is None else dict(self.kv.prefix_cache.items())
-        assert {block.block_id: key for key, block in entries.items()} == contents
-        num_cached = sum(block.content is not None for block in self.kv.pool.free_list())
-        assert num_cached == self.kv.pool.num_free_cached
+        swap = self.kv.swap
+        assert swap is not None
+        for pool, cache in ((self.kv.pool, self.kv.prefix_cache), (swap.pool, swap.index)):
+            contents = {block.block_id: block.hash for block in pool.blocks if block.content is not None}
+            entries = {} if cache is None else dict(cache.items())
+            assert {block.block_id: key for key, block in entries.items()} == contents
+            num_cached = sum(block.content is not None for block in pool.free_list())
+            assert num_cached == pool.num_free_cached
 
 
 KVCacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, print_blob=True)

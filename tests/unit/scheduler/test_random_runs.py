@@ -6,14 +6,26 @@ from dataclasses import dataclass
 
 import pytest
 
-from scheduler import CacheConfig, FinishReason, SamplingParams, Scheduler, SchedulerConfig, SchedulerOutput, Sequence
+from scheduler import (
+    CacheConfig,
+    FinishReason,
+    PreemptionMode,
+    SamplingParams,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    SchedulerStats,
+    Sequence,
+    Transfer,
+)
 from scheduler.kv_cache_manager import KVCacheManager
 from scheduler.prefix_cache import chain_hash
 from scheduler.sequence import SequenceStatus
-from tests.unit.scheduler.fake_runner import VOCAB_SIZE, Driver, generate
+from tests.unit.scheduler.fake_runner import VOCAB_SIZE, CopyFaults, Driver, generate
 
 EOS = 3
 STOP = 5
+SWAP = PreemptionMode.SWAP
 TENANTS = ("red", "blue")
 
 
@@ -34,6 +46,9 @@ class Params:
     is_caching: bool = True
     is_hash_poor: bool = False
     num_priorities: int = 1
+    num_cpu_blocks: int = 0
+    max_delay: int = 0
+    mode: PreemptionMode = PreemptionMode.AUTO
 
     @property
     def max_num_tokens(self) -> int:
@@ -53,6 +68,12 @@ PARAMS = [
     Params(num_blocks=64, block_size=2, max_num_seqs=24, budget=20, load=24, num_priorities=2),
     Params(num_blocks=10, block_size=8, max_num_seqs=10, budget=40, load=12, num_priorities=3),
     Params(num_blocks=40, block_size=3, max_num_seqs=20, budget=50, load=24, is_caching=False),
+    Params(num_blocks=8, block_size=4, max_num_seqs=8, budget=16, load=8, num_cpu_blocks=6, max_delay=5),
+    Params(num_blocks=16, block_size=4, max_num_seqs=16, budget=24, load=16, num_cpu_blocks=9, max_delay=6),
+    Params(num_blocks=16, block_size=2, max_num_seqs=8, budget=7, load=12, num_cpu_blocks=14, max_delay=6, mode=SWAP),
+    Params(24, 4, 32, 40, 24, is_caching=False, num_cpu_blocks=16, max_delay=8, num_priorities=3),
+    Params(32, 4, 32, 20, 20, is_hash_poor=True, num_cpu_blocks=24, max_delay=9, num_priorities=2, mode=SWAP),
+    Params(64, 2, 24, 20, 28, num_cpu_blocks=40, max_delay=4, num_priorities=2),
 ]
 
 # What must have happened in a run, or it has shown nothing.
@@ -61,6 +82,11 @@ EVENTS = {
     "ended by eos", "ended by stop", "ended by length", "ended by error", "resumed", "ended on arrival",
 }  # fmt: skip
 CACHE_EVENTS = {"hit", "evicted"}
+SWAP_EVENTS = {
+    "swapped", "swapped out", "swapped in", "CPU tier full", "damaged", "no memory",
+    "aborted swapping out", "aborted swapped", "aborted swapping in", "sat out",
+}  # fmt: skip
+SWAP_CACHE_EVENTS = {"copied fewer out", "copied fewer in"}
 
 
 class RandomLife:
@@ -77,11 +103,28 @@ class RandomLife:
         self.num_added = 0
         # Few beginnings, so that sequences meet in the prefix cache.
         self.beginnings = [[self.rng.randrange(VOCAB_SIZE) for _ in range(40)] for _ in range(3)]
-        config = SchedulerConfig(params.max_num_tokens, params.max_num_seqs, params.budget, frozenset({EOS}))
-        cache = CacheConfig(params.num_blocks, params.block_size, enable_prefix_caching=params.is_caching)
+        config = SchedulerConfig(
+            params.max_num_tokens,
+            params.max_num_seqs,
+            params.budget,
+            frozenset({EOS}),
+            preemption_mode=params.mode,
+            # By these rates copying a block both ways costs as much as computing 0.87 of it: a matter of how full the
+            # last one is, and of what lies where already.
+            swap_bytes_per_s=2.3,
+            prefill_tokens_per_s=1.0,
+        )
+        cache = CacheConfig(
+            params.num_blocks,
+            params.block_size,
+            params.num_cpu_blocks,
+            enable_prefix_caching=params.is_caching,
+            kv_block_bytes=params.block_size,
+        )
         kv = KVCacheManager(cache, poor_hash if params.is_hash_poor else chain_hash)
         # The model of one tenant is not that of the other: a shared block would change tokens.
-        self.driver = Driver(Scheduler(config, cache, kv), root_of=lambda seq_id: seq_id.split("-")[0])
+        faults = CopyFaults(self.rng, params.max_delay, p_damaged=0.04, p_no_memory=0.03)
+        self.driver = Driver(Scheduler(config, cache, kv), lambda seq_id: seq_id.split("-")[0], faults)
 
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -140,6 +183,8 @@ class RandomLife:
     def state(seq: Sequence) -> str:
         if seq.status is SequenceStatus.RUNNING:
             return "prefilling" if seq.num_tokens - seq.num_computed_tokens > 1 else "decoding"
+        if seq.status is not SequenceStatus.WAITING:
+            return seq.status.name.lower().replace("_", " ")
         return "preempted" if seq.num_preemptions else "fresh"
 
     def abort(self, seq_id: str) -> None:
@@ -151,30 +196,49 @@ class RandomLife:
     def step(self) -> None:
         scheduler, rng = self.driver.scheduler, self.rng
         names_before = self.names()
-        num_preempted = scheduler.stats().num_preemptions_recompute
+        before = scheduler.stats()
         failing = {}
         if len(scheduler.running) > 1 and rng.random() < 0.02:
             failing[rng.choice([seq.seq_id for seq in scheduler.running])] = "no number to choose from"
 
         def between(output: SchedulerOutput) -> None:
-            self.events["preempted"] += scheduler.stats().num_preemptions_recompute - num_preempted
-            self.events["hit"] += sum(chunk.start > 0 for chunk in output.chunks if self.is_new(output, chunk.seq_id))
+            stats = scheduler.stats()
+            self.events["preempted"] += stats.num_preemptions_recompute - before.num_preemptions_recompute
+            self.count_swaps(output, before)
+            self.events["hit"] += stats.prefix_hit_tokens > before.prefix_hit_tokens
             self.events["evicted"] += len(names_before - self.names())
             if output.chunks and rng.random() < 0.02:
                 seq_id = rng.choice(output.chunks).seq_id
                 self.abort(seq_id)
                 self.events["aborted in a step"] += 1
 
-        for seq_output in self.driver.step(failing, between):
+        outputs = self.driver.step(failing, between)
+        for seq_output in outputs:
             if seq_output.finish_reason is not None:
                 del self.alive[seq_output.seq_id]
                 self.events[f"ended by {seq_output.finish_reason}"] += 1
                 if seq_output.finish_reason is FinishReason.ERROR:
                     self.failed.add(seq_output.seq_id)
 
-    @staticmethod
-    def is_new(output: SchedulerOutput, seq_id: str) -> bool:
-        return any(row.seq_id == seq_id for row in output.new_rows)
+    def count_swaps(self, output: SchedulerOutput, before: SchedulerStats) -> None:
+        """What the swap tier did in a step that is scheduled, but not updated."""
+        scheduler, events = self.driver.scheduler, self.events
+        stats = scheduler.stats()
+        events["swapped"] += stats.num_preemptions_swap - before.num_preemptions_swap
+        events["CPU tier full"] += stats.num_full_tier_recomputes - before.num_full_tier_recomputes
+        num_chunks = {chunk.seq_id for chunk in output.chunks}
+        is_spent = output.num_tokens == scheduler.config.max_num_batched_tokens
+        events["sat out"] += not is_spent and any(seq.seq_id not in num_chunks for seq in scheduler.running)
+        for seq in scheduler.moving.values():
+            moved = [transfer for transfer in (*output.swap_outs, *output.swap_ins) if self.waits(seq, transfer)]
+            for transfer in moved:
+                direction = seq.status.name.removeprefix("SWAPPING_").lower()
+                events[f"swapped {direction}"] += 1
+                events[f"copied fewer {direction}"] += len(transfer.copies) < len(seq.cpu_table)
+
+    def waits(self, seq: Sequence, transfer: Transfer) -> bool:
+        swap = self.driver.scheduler.kv.swap
+        return swap is not None and seq in swap.flights[transfer.transfer_id].waiting
 
     def names(self) -> set[int]:
         blocks = self.driver.scheduler.kv.pool.blocks
@@ -183,6 +247,7 @@ class RandomLife:
     def check_the_end(self) -> None:
         """Everyone has ended once, with exactly its own tokens; those that were cut short, with the first of them."""
         driver = self.driver
+        self.events.update(driver.runner.num_failed)
         assert not self.alive
         assert not driver.runner.rows
         assert len(driver.ends) + len(self.aborted) == self.num_added
@@ -198,6 +263,8 @@ class RandomLife:
             assert end.stats.num_generated_tokens >= len(driver.generated[seq_id])
         stats = driver.scheduler.stats()
         assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
+        assert stats.num_used_cpu_blocks == 0
+        assert stats.num_damaged_blocks == driver.runner.num_failed["damaged"]
 
 
 def live(params: Params, seed: int, num_steps: int) -> None:
@@ -205,14 +272,17 @@ def live(params: Params, seed: int, num_steps: int) -> None:
     life = RandomLife(params, seed)
     try:
         life.run(num_steps)
-        missing = {event for event in EVENTS | (CACHE_EVENTS if params.is_caching else set()) if not life.events[event]}
-        assert not missing, f"this run has not seen it all: {dict(life.events)}"
+        wanted = EVENTS | (CACHE_EVENTS if params.is_caching else set())
+        if params.num_cpu_blocks:
+            wanted |= SWAP_EVENTS | (SWAP_CACHE_EVENTS if params.is_caching and not params.is_hash_poor else set())
+        missing = {event for event in wanted if not life.events[event]}
+        assert not missing, f"{missing} never came: this run has not seen it all: {dict(life.events)}"
     except AssertionError as error:
         error.add_note(f"RandomLife({params}, seed={seed}).run({num_steps}) at step {life.driver.now:.0f}")
         raise
 
 
-@pytest.mark.parametrize("index", [0, 3, 6, 7])
+@pytest.mark.parametrize("index", [0, 3, 6, 7, 14, 15, 17])
 def test_a_random_life_keeps_every_invariant_and_every_token(index: int) -> None:
     live(PARAMS[index], random.randrange(10**6), num_steps=4_000)
 

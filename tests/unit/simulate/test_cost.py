@@ -5,7 +5,7 @@ import pytest
 from ops.simulate.cost import CostModel
 from ops.simulate.errors import SimulateError
 from ops.simulate.presets import cost_model, figures_of, num_blocks_of
-from scheduler.output import BlockCopy, Chunk, SchedulerOutput
+from scheduler.output import BlockCopy, Chunk, SchedulerOutput, Transfer
 
 BLOCK_SIZE = 4
 MODEL = CostModel(
@@ -26,6 +26,10 @@ def copies(count: int) -> tuple[BlockCopy, ...]:
     return tuple(BlockCopy(index, index) for index in range(count))
 
 
+def transfers(*counts: int) -> tuple[Transfer, ...]:
+    return tuple(Transfer(number, copies(count)) for number, count in enumerate(counts))
+
+
 def test_a_step_reads_the_weights_once_and_each_context_once() -> None:
     cost = MODEL.step(SchedulerOutput(1, CHUNKS), BLOCK_SIZE)
     assert cost.read_s == pytest.approx((100 + (10 + 7) * 2) / 10)
@@ -44,16 +48,16 @@ def test_a_long_prompt_is_bound_by_arithmetic() -> None:
 
 
 def test_swaps_overlap_with_arithmetic_and_the_two_directions_with_one_another() -> None:
-    hidden = MODEL.step(SchedulerOutput(1, CHUNKS, swap_outs=copies(3), swap_ins=copies(2)), BLOCK_SIZE)
+    hidden = MODEL.step(SchedulerOutput(1, CHUNKS, swap_outs=transfers(1, 2), swap_ins=transfers(2)), BLOCK_SIZE)
     assert hidden.copy_s == pytest.approx(3 * 8 / 4)
     assert hidden.total_s == MODEL.step(SchedulerOutput(1, CHUNKS), BLOCK_SIZE).total_s
-    seen = MODEL.step(SchedulerOutput(1, CHUNKS, swap_outs=copies(3), swap_ins=copies(7)), BLOCK_SIZE)
+    seen = MODEL.step(SchedulerOutput(1, CHUNKS, swap_outs=transfers(3), swap_ins=transfers(4, 3)), BLOCK_SIZE)
     assert seen.total_s == pytest.approx(7 * 8 / 4 + 0.5)
     assert seen.bound == "copies"
 
 
 def test_copies_without_chunks_read_no_weights() -> None:
-    cost = MODEL.step(SchedulerOutput(1, swap_ins=copies(2)), BLOCK_SIZE)
+    cost = MODEL.step(SchedulerOutput(1, swap_ins=transfers(2)), BLOCK_SIZE)
     assert (cost.read_s, cost.compute_s) == (0, 0)
     assert cost.total_s == pytest.approx(4.5)
     cost = MODEL.step(SchedulerOutput(1, block_copies=copies(5)), BLOCK_SIZE)

@@ -1,0 +1,213 @@
+"""The CPU tier: its blocks, what they hold, and the copies that are on their way between the tiers."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import count
+
+from scheduler.block_pool import Block, BlockPool
+from scheduler.output import BlockCopy, Transfer, TransferResult
+from scheduler.prefix_cache import PrefixCache
+from scheduler.sequence import Sequence, SequenceStatus
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A transfer on its way: `device[i]` and `cpu[i]` are the two sides of one copy, each held by a reference.
+
+    `waiting` are the sequences that can't go on before it has ended.
+    """
+
+    is_out: bool
+    device: list[Block]
+    cpu: list[Block]
+    waiting: list[Sequence] = field(default_factory=list)
+
+
+class SwapTier:
+    """Owner of the CPU pool and of the transfers. Only KVCacheManager calls it.
+
+                    begin_out                                     end
+        device block ─────────► held by the flight ───────────────────────► free, with its cached content
+        CPU block    ─────────► held by the flight and by the sequence ───► held by the sequence
+
+                    begin_in                                      end
+        CPU block    ─────────► held by the flight and by the sequence ───► free, with its cached content
+        device block ─────────► held by the flight and by the sequence ───► held by the sequence
+
+    A flight holds both sides by references of its own until the runner reports its end. So neither side is handed
+    out while a copy may still read or write it, and an abort needs no bookkeeping: what the sequence lets go of, the
+    flight still holds.
+
+    Full blocks are entered into `index` under their content, like those of the device, and keep it until they are
+    handed out again. A block that lies here already, because a sequence that shares it, or the same one earlier, was
+    swapped out, is not copied again.
+    """
+
+    def __init__(self, num_blocks: int, device: BlockPool, index: PrefixCache | None, block_bytes: int) -> None:
+        self.index = index
+        self.pool = BlockPool(num_blocks, (lambda content: None) if index is None else index.evict)
+        self.flights: dict[int, Flight] = {}
+        self.num_sequences = 0
+        self.num_out_blocks = 0
+        self.num_in_blocks = 0
+        self.num_damaged_blocks = 0
+        self._device = device
+        self._block_bytes = block_bytes
+        self._outs: list[Transfer] = []
+        self._ins: list[Transfer] = []
+        # CPU block id -> the transfer that still writes it.
+        self._filling: dict[int, int] = {}
+        self._ids = count(1)
+
+    @property
+    def num_leaving_blocks(self) -> int:
+        """Device blocks that nothing but a flight holds: they are free as soon as it ends."""
+        if not self.flights:
+            return 0
+        held = Counter(block for flight in self.flights.values() for block in flight.device)
+        return sum([block.ref_cnt == num_refs for block, num_refs in held.items()])
+
+    def num_blocks_to_copy(self, seq: Sequence, num_full: int) -> int:
+        """Blocks that swapping `seq`, `num_full` of whose blocks are full, would copy out."""
+        return len(seq.block_table) - len(self._find(seq, num_full))
+
+    def try_begin_out(self, seq: Sequence, num_full: int) -> bool:
+        """Begin to move the blocks of `seq`, which runs and has `num_full` full ones; False if there is no room.
+
+        It is SWAPPING_OUT afterwards, or SWAPPED where nothing is to be copied.
+        """
+        kept = self._find(seq, num_full)
+        self.pool.touch(kept)
+        new = self.pool.allocate(len(seq.block_table) - len(kept))
+        if new is None:
+            self.pool.free(reversed(kept))
+            return False
+        blocks = seq.block_table.clear()
+        moving = blocks[len(kept) :]
+        self._device.free(reversed(blocks[: len(kept)]))
+        self.num_sequences += 1
+        seq.cpu_table.append(kept)
+        seq.cpu_table.append(_paired(moving, new))
+        seq.status = SequenceStatus.SWAPPED
+        awaited = {self._filling[block.block_id] for block in kept if block.block_id in self._filling}
+        if moving:
+            # The sequence's reference to the device blocks is the flight's from now on.
+            transfer = self._begin(True, moving, seq.cpu_table.tail(len(kept)), seq)
+            self._outs.append(transfer)
+            awaited.add(transfer.transfer_id)
+            self._enter(seq, len(kept), num_full)
+        for transfer_id in sorted(awaited):
+            self._wait(seq, transfer_id, SequenceStatus.SWAPPING_OUT)
+        return True
+
+    def begin_in(self, seq: Sequence, blocks: list[Block]) -> None:
+        """Begin to copy the last blocks of swapped `seq` into `blocks`, which it owns and has not in its table yet.
+
+        It is SWAPPING_IN afterwards. There is room in its table for exactly these.
+        """
+        sources = seq.cpu_table.tail(len(seq.block_table))
+        targets = _paired(sources, blocks)
+        seq.block_table.append(targets)
+        self._device.touch(targets)
+        transfer = self._begin(False, targets, sources, seq)
+        self._ins.append(transfer)
+        self._wait(seq, transfer.transfer_id, SequenceStatus.SWAPPING_IN)
+
+    def take_transfers(self) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+        """What was begun since the last call: out, in."""
+        outs, ins = tuple(self._outs), tuple(self._ins)
+        self._outs.clear()
+        self._ins.clear()
+        return outs, ins
+
+    def end(self, result: TransferResult) -> list[Sequence]:
+        """Let go of both sides; the sequences that wait for nothing more, `is_damaged` where a copy has failed."""
+        flight = self.flights.pop(result.transfer_id)
+        failed = set(result.failed_dst)
+        for block in flight.cpu if flight.is_out else ():
+            del self._filling[block.block_id]
+        targets = flight.cpu if flight.is_out else flight.device
+        bad = [cpu for cpu, target in zip(flight.cpu, targets, strict=True) if target.block_id in failed]
+        self._forget(bad)
+        if not flight.is_out:
+            self.num_damaged_blocks += len(bad)
+        self._device.free(reversed(flight.device))
+        self.pool.free(reversed(flight.cpu))
+        ready = []
+        for seq in flight.waiting:
+            seq.num_transfers -= 1
+            seq.is_damaged = seq.is_damaged or any(block in bad for block in seq.cpu_table)
+            if seq.num_transfers == 0 and not seq.is_finished:
+                ready.append(seq)
+        return ready
+
+    def free(self, seq: Sequence) -> None:
+        """Take the CPU blocks of `seq` back; what they hold stays known until they are handed out again."""
+        blocks = seq.cpu_table.clear()
+        self.num_sequences -= bool(blocks)
+        self.pool.free(reversed(blocks))
+        seq.num_swapped_tokens = 0
+        seq.is_damaged = False
+
+    def forget(self, seq: Sequence, num_full: int) -> None:
+        """Forget what is known of the first `num_full` blocks of `seq`: their numbers can't be trusted."""
+        self._forget(self._find(seq, num_full))
+
+    def _find(self, seq: Sequence, num_full: int) -> list[Block]:
+        return [] if self.index is None else self.index.find(seq, num_full)
+
+    def _begin(self, is_out: bool, device: list[Block], cpu: list[Block], seq: Sequence) -> Transfer:
+        self.pool.touch(cpu)
+        transfer_id = next(self._ids)
+        self.flights[transfer_id] = Flight(is_out, device, cpu)
+        seq.swapped_bytes += len(cpu) * self._block_bytes
+        if is_out:
+            self.num_out_blocks += len(cpu)
+            self._filling.update({block.block_id: transfer_id for block in cpu})
+        else:
+            self.num_in_blocks += len(cpu)
+        pairs = zip(device, cpu, strict=True) if is_out else zip(cpu, device, strict=True)
+        copies = sorted([(source.block_id, target.block_id) for source, target in pairs])
+        return Transfer(transfer_id, tuple([BlockCopy(src, dst) for src, dst in copies]))
+
+    def _wait(self, seq: Sequence, transfer_id: int, status: SequenceStatus) -> None:
+        self.flights[transfer_id].waiting.append(seq)
+        seq.num_transfers += 1
+        seq.status = status
+
+    def _enter(self, seq: Sequence, start: int, num_full: int) -> None:
+        """Enter blocks [start, num_full) of the CPU table into the index, behind those that are there."""
+        if self.index is None:
+            return
+        name = None
+        if start:
+            content = seq.cpu_table[start - 1].content
+            assert content is not None, f"{seq} keeps {seq.cpu_table[start - 1]}, which holds nothing"
+            name = content.name
+        for index in range(start, num_full):
+            name, content, loser = self.index.enter(seq, index, name, seq.cpu_table[index])
+            if loser is not None:
+                self.pool.drop_content(loser)
+            if content is not None:
+                self.pool.set_content(seq.cpu_table[index], content)
+
+    def _forget(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            if block.content is not None and self.index is not None:
+                self.index.evict(block.content)
+                self.pool.drop_content(block)
+
+
+def _paired(blocks: list[Block], partners: list[Block]) -> list[Block]:
+    """`partners` in an order that goes with `blocks` by id, so that neighbours are copied to neighbours, in one piece.
+
+    Free lists hand a sequence's blocks out in any order.
+    """
+    ids = [block.block_id for block in partners]
+    by_id = sorted(range(len(ids)), key=ids.__getitem__)
+    ranks = sorted(range(len(blocks)), key=lambda index: blocks[index].block_id)
+    paired = list(partners)
+    for rank, index in zip(by_id, ranks, strict=True):
+        paired[index] = partners[rank]
+    return paired
