@@ -13,11 +13,12 @@ import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
-from worker.errors import PagemillError
+from worker.errors import PagemillError, StartupError
+from worker.protocol_envelope import NAME
 from worker.reply_events import Reply, ReplyCursor, ReplyEvent, parse_event
 from worker.streams.connection import Backoff, Link
 from worker.streams.errors import ConnectionLostError, ServerError
-from worker.streams.keys import QueueKeys
+from worker.streams.keys import LANES, QueueKeys
 
 # Milliseconds that a read waits for news; well below the connection's own time limit for an answer.
 BLOCK_MS = 4000
@@ -51,9 +52,13 @@ class AsyncClient:
         """Put a job on the queue and answer its id. Text is completed as it stands; a list is chat messages.
 
         `fields` are the job's further fields (`max_tokens`, `temperature`, `ttl_ms`, …). Where the answer is lost, the
-        job is sent again under the same id, so it runs once.
+        job is sent again under the same id, so it runs once. Raises StartupError for an id or lane that can't be used.
         """
         job_id = job_id or secrets.token_hex(12)
+        if not NAME.fullmatch(job_id.encode("utf-8", "replace")):
+            raise StartupError(f"the id {job_id!r} can't be used: use 1 to 64 of A-Z a-z 0-9 _ -")
+        if lane not in LANES:
+            raise StartupError(f"there is no lane {lane!r}: use {', '.join(LANES)}")
         body = {"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)}
         words: list[str] = ["XADD", self.keys.jobs(lane), "*", "id", job_id]
         for name, value in {**body, **fields}.items():

@@ -48,7 +48,7 @@ class EngineClient(Protocol):
     """An engine that computes beside the event loop. One at a time calls `next_report`."""
 
     async def start(self) -> EngineInfo:
-        """Build the engine. Raises StartupError with one line that says what to do."""
+        """Build the engine. Raises StartupError with one line that says what to do; EngineDiedError if it is killed."""
         ...
 
     def add(self, request: EngineRequest) -> None:
@@ -85,7 +85,7 @@ class ProcessEngine:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> EngineInfo:
-        """Start the process and wait until its engine stands. Raises StartupError."""
+        """Start the process and wait until its engine stands. Raises StartupError; EngineDiedError if it is killed."""
         ours, theirs = socket.socketpair()
         arguments = [str(theirs.fileno()), json.dumps(dataclasses.asdict(self._config))]
         command = [sys.executable, "-P", "-m", "worker.engine_process", *arguments]
@@ -96,9 +96,6 @@ class ProcessEngine:
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         try:
             return await _until_ready(self._next_event, self._progress)
-        except EngineDiedError as error:
-            await self.close()
-            raise StartupError(f"the engine could not start: {error}") from error
         except BaseException:
             await self.close()
             raise

@@ -15,6 +15,9 @@ from worker.errors import StartupError
 
 log = structlog.get_logger(__name__)
 
+# An engine that dies so often before it stands won't stand.
+MAX_STARTS = 5
+
 
 class EngineSupervisor:
     """Owner of the engine client.
@@ -50,10 +53,12 @@ class EngineSupervisor:
             if not starting.done():
                 raise StartupError("stopped before the engine stood")
             info = await starting
+        except EngineDiedError as error:
+            raise StartupError(f"the engine could not start: {error}") from error
         finally:
             for task in (starting, stopping):
                 task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, StartupError):
+                with contextlib.suppress(asyncio.CancelledError, StartupError, EngineDiedError):
                     await task
         self._stands()
         return info
@@ -80,9 +85,17 @@ class EngineSupervisor:
         log.error("engine_died", error=str(error))
         self.is_up = False
         self._on_death()
-        await self._engine.close()
-        self._engine = self._make_engine()
-        await self._engine.start()
+        for attempt in range(MAX_STARTS):
+            await self._engine.close()
+            self._engine = self._make_engine()
+            try:
+                await self._engine.start()
+                break
+            except EngineDiedError as again:
+                log.error("engine_died_at_start", error=str(again), attempt=attempt + 1)
+                await asyncio.sleep(min(1.0, 0.1 * 2**attempt))
+        else:
+            raise StartupError(f"the engine died {MAX_STARTS} times in a row while it started: {error}")
         self._stands()
         self._on_restart()
         log.info("engine_restarted")

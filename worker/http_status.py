@@ -95,6 +95,9 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that broke off or sent nothing in time; by default a traceback is printed."""
+
 
 class _Handler(WSGIRequestHandler):
     timeout = _REQUEST_TIMEOUT_S

@@ -153,8 +153,18 @@ class JobsInFlight:
                 raise
             # Somebody put a value of another type under one of the job's keys; its entry must go all the same.
             log.error("job_record_unwritable", request_id=job.envelope.id, error=str(error))
+            return await self._drop(job)
+
+    async def _drop(self, job: Job) -> str:
+        """Take the entry off its lane; where the lane itself is no stream any more, only forget it."""
+        try:
             await self._links.outcomes.drop(job.entry)
-            return "dropped"
+        except ServerError as error:
+            if error.code != "WRONGTYPE":
+                raise
+            self._links.leases.release(job.entry.key)
+            return "lost"
+        return "dropped"
 
     async def hand_over(self, job: Job) -> None:
         """Give an unfinished job to a peer, which goes on after the last event. Raises StreamsError."""

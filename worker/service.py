@@ -31,14 +31,14 @@ from worker.engine_supervisor import EngineSupervisor
 from worker.errors import StartupError
 from worker.http_status import Health, StatusServer
 from worker.intake import Intake, ServedModel
-from worker.job import WorkerNames
+from worker.job import Job, WorkerNames
 from worker.job_table import JobTable
 from worker.jobs_in_flight import JobsInFlight
 from worker.metrics import WorkerMetrics
 from worker.queue_links import QueueLinks
 from worker.settings import Settings, served_name
 from worker.streams.connection import Backoff, check_server
-from worker.streams.errors import StreamsError
+from worker.streams.errors import ServerError, StreamsError
 from worker.streams.leases import Entry
 from worker.trace_recorder import TraceRecorder
 from worker.watch import Watch
@@ -292,8 +292,7 @@ class Service:
             async with asyncio.timeout(HAND_OVER_S):
                 await asyncio.gather(*(task for task in self._tasks if task.get_name().startswith(ACCEPT)))
                 for job in self._table:
-                    if not job.is_over:
-                        await self._jobs.hand_over(job)
+                    await self._hand_over(job)
                 await self._until_empty(asyncio.Event())
         with contextlib.suppress(TimeoutError, StreamsError):
             async with asyncio.timeout(HAND_OVER_S):
@@ -301,6 +300,16 @@ class Service:
         log.info("worker_stopped", num_jobs_left=len(self._links.leases))
         for task in background:
             task.cancel()
+
+    async def _hand_over(self, job: Job) -> None:
+        """Give a job to a peer; where that fails, its lease runs out, and the others are handed over all the same."""
+        if job.is_over:
+            return
+        try:
+            await self._jobs.hand_over(job)
+        except ServerError as error:
+            log.error("hand_over_failed", request_id=job.envelope.id, error=str(error))
+            self._links.leases.release(job.entry.key)
 
     async def _until_empty(self, enough: asyncio.Event) -> None:
         """Wait until no job is held any more, or until `enough` is set."""

@@ -77,5 +77,5 @@ class Watch:
             return
         self.is_paused = config.get("paused", "0") not in ("", "0")
         depth = config.get("max_depth", "0")
-        self._links.oldest.max_depth = int(depth) if depth.isdecimal() else 0
+        self._links.oldest.max_depth = int(depth) if depth.isascii() and depth.isdecimal() and len(depth) < 19 else 0
         self._on_config()

@@ -86,12 +86,18 @@ def _chat(system: str | None, text: str) -> list[dict[str, str]]:
     return messages if system is None else [{"role": "system", "content": system}, *messages]
 
 
+# Fields that other words of the command set.
+OWN_OPTIONS = {"id": "--id", "job_id": "--id", "lane": "--lane", "prompt": "TEXT with --raw", "messages": "TEXT"}
+
+
 def _extra_fields(pairs: tuple[str, ...]) -> dict[str, str]:
     fields = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not name or not equals:
             raise StartupError(f"--field {pair!r}: use NAME=VALUE, like --field top_p=0.9")
+        if name in OWN_OPTIONS:
+            raise StartupError(f"--field {pair!r}: {name} is set by {OWN_OPTIONS[name]}")
         fields[name] = value
     return fields
 

@@ -1,5 +1,6 @@
 """Start, stop and sudden death of a worker: nothing is lost, and nothing is left running."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import StartWorker
-from tests.e2e.workers import PAGEMILL, Queue, assert_gone, eventually
+from tests.e2e.workers import PAGEMILL, Queue, WorkerProcess, assert_gone, eventually
 
 LONG: dict[str, Any] = {"prompt": "a long story", "max_tokens": 1500, "temperature": 0, "ignore_eos": 1}
 
@@ -37,6 +38,7 @@ def test_a_second_signal_hands_the_job_to_a_peer_which_goes_on_where_it_was(
     first.wait_until_ready()
     job_id = own_queue.enqueue(**LONG)
     eventually(lambda: len(own_queue.reply(job_id).events) > 2, "tokens to come")
+    first.engine().suspend()  # so that it can't finish the job in between
     first.signal(signal.SIGTERM)
     eventually(lambda: "worker_stopping" in [event["event"] for event in first.events()], "the first signal to be seen")
     first.signal(signal.SIGTERM)
@@ -234,3 +236,24 @@ def test_jobs_that_come_while_the_engine_restarts_are_served(start_worker: Start
     assert job_ids
     for job_id in job_ids:
         assert own_queue.wait(job_id).terminal["e"] == "end"
+
+
+def test_an_engine_that_is_killed_while_it_starts_again_is_replaced(
+    start_worker: StartWorker, own_queue: Queue
+) -> None:
+    worker = start_worker()
+    worker.wait_until_ready()
+    first = worker.engine()
+    first.kill()
+    second = eventually(lambda: successor(worker, first), "the second engine to begin")
+    second.kill()
+    assert own_queue.run(prompt="third time", max_tokens=3, temperature=0, ignore_eos=1).terminal["e"] == "end"
+    assert "engine_died_at_start" in [event["event"] for event in worker.events()]
+
+
+def successor(worker: WorkerProcess, first: psutil.Process) -> psutil.Process | None:
+    """The engine process that came after `first`."""
+    with contextlib.suppress(StopIteration, psutil.NoSuchProcess):
+        engine = worker.engine()
+        return engine if engine.pid != first.pid else None
+    return None

@@ -123,7 +123,9 @@ async def test_a_wrong_password_is_one_clear_line_without_the_password(redis_url
 
 def test_a_password_is_not_shown() -> None:
     assert redacted("redis://user:p@ss@host:1/0?password=p") == "redis://host:1/0"
-    assert redacted("redis://[") == "the Redis URL"
+    assert redacted("redis://[") == "redis://["
+    for password in ("a/b", "a#b", "a?b", "a@b"):
+        assert redacted(f"redis://user:{password}@host:1/0") == "redis://host:1/0"
 
 
 async def test_a_fit_server_tells_its_version(redis_url: str) -> None:

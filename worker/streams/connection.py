@@ -170,12 +170,9 @@ async def check_server(url: str) -> str:
 
 
 def redacted(url: str) -> str:
-    """The URL without its password, for messages."""
-    try:
-        parts = urlsplit(url)
-        return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().partition("?")[0]
-    except ValueError:
-        return "the Redis URL"
+    """The URL without user, password and query, for messages; also where a password has characters it may not have."""
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2].partition('?')[0]}"
 
 
 def _make_connection(url: str) -> Any:
@@ -191,10 +188,11 @@ def _make_connection(url: str) -> Any:
         options.setdefault("socket_timeout", SOCKET_TIMEOUT_S)
         options.setdefault("socket_connect_timeout", CONNECT_TIMEOUT_S)
         return kind(**options | {"protocol": 2, "retry": Retry(NoBackoff(), 0)})
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError):
         raise StartupError(
-            f"{redacted(url)} is no Redis URL ({error}): use redis://[user:password@]host:port/db, rediss:// or unix:///path"
-        ) from error
+            f"{redacted(url)} is no Redis URL: use redis://[user:password@]host:port/db, rediss:// or unix:///path, "
+            "with / # ? @ : % in a password as %2F %23 %3F %40 %3A %25"
+        ) from None
 
 
 def _message_of(error: ResponseError) -> str:
