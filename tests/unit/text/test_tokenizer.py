@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import regex  # type: ignore[import-untyped]
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from model.errors import CorruptCheckpointError, TokenizerError, UnsupportedModelError
@@ -66,7 +66,8 @@ class TextbookBpe:
         return [token_id for word in self.pattern.findall(text) for token_id in self._word(word)]
 
     def _word(self, word: str) -> list[int]:
-        symbols = [self.letters[byte] for byte in word.encode()]
+        # The demo vocabulary lacks 21 of the letters; they fall away before anything is merged.
+        symbols = [letter for byte in word.encode() if (letter := self.letters[byte]) in self.ids]
         while len(symbols) > 1:
             pairs = list(pairwise(symbols))
             best = min(pairs, key=lambda pair: self.ranks.get(pair, 1 << 30))
@@ -79,7 +80,7 @@ class TextbookBpe:
                 else:
                     merged.append(symbol)
             symbols = merged
-        return [self.ids[symbol] for symbol in symbols if symbol in self.ids]
+        return [self.ids[symbol] for symbol in symbols]
 
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -103,6 +104,7 @@ texts = st.text() | st.text(st.sampled_from("ab 2½'\n st.Zé日👩\u200d")) | 
 
 @settings(max_examples=300, deadline=None)
 @given(text=texts)
+@example(text="\x83\U0007d000")
 def test_the_demo_tokenizer_encodes_as_the_definition_says(demo: Tokenizer, textbook: TextbookBpe, text: str) -> None:
     expected = [token_id for word in _smollm_words(text) for token_id in textbook._word(word)]
     assert demo.encode(text) == expected
