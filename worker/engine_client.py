@@ -151,7 +151,8 @@ class ProcessEngine:
         self._send(Close())
         if self._writer is not None:
             with contextlib.suppress(ConnectionError, TimeoutError):
-                await asyncio.wait_for(self._writer.drain(), CLOSE_GRACE_S)
+                async with asyncio.timeout(CLOSE_GRACE_S):
+                    await self._writer.drain()
             self._writer.close()  # the end of the stream ends the process even in the middle of a step
         if await self._wait(CLOSE_GRACE_S) is None:
             self._process.kill()

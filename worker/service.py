@@ -49,6 +49,8 @@ log = structlog.get_logger(__name__)
 NO_ROOM_S = 1.0
 # At the end: time to write what is gathered and to give unfinished jobs to a peer.
 HAND_OVER_S = 10.0
+# At the end: how long a part that was cancelled may take before it is cancelled again.
+CANCEL_AGAIN_S = 1.0
 # Names of the tasks that take entries in begin with this.
 ACCEPT = "accept "
 
@@ -231,7 +233,8 @@ class Service:
         """Wait for room; once a second, take what needs none: jobs that are overdue or called off."""
         self._room.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._room.wait(), NO_ROOM_S)
+            async with asyncio.timeout(NO_ROOM_S):
+                await self._room.wait()
             return []
         return await self._links.oldest.look()
 
@@ -324,9 +327,11 @@ class Service:
             waiting.cancel()
 
     async def _close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # A library's task may swallow a cancellation (asyncio.wait_for does on Python 3.11): ask again until all ended.
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(tuple(self._tasks), timeout=CANCEL_AGAIN_S)
         await self._engine.close()
         await self._links.close()
 

@@ -43,7 +43,7 @@ class Link:
 
     def __init__(self, url: str, name: str) -> None:
         """`name` only labels log events. Raises StartupError where the URL can't be understood."""
-        self._connection = _make_connection(url)
+        self._connection, self._timeout_s = _make_connection(url)
         self._name = name
         self._lock = asyncio.Lock()
         self._is_up = False
@@ -72,7 +72,7 @@ class Link:
                 raise ConnectionLostError("the connection to Redis was lost before the write")
             await self._connect()
             try:
-                await self._connection.send_packed_command(self._connection.pack_commands(commands), check_health=False)
+                await self._send(commands)
                 answers = [await self._read() for _ in commands]
                 if any(isinstance(answer, ServerError) and answer.is_wrong_server for answer in answers):
                     await self._drop()
@@ -117,9 +117,15 @@ class Link:
         if self.generation > 1:
             log.info("redis_reconnected", link=self._name, generation=self.generation)
 
+    async def _send(self, commands: Sequence[Command]) -> None:
+        # The time is limited here, not by the driver, whose asyncio.wait_for loses a cancellation on Python 3.11.
+        async with asyncio.timeout(self._timeout_s):
+            await self._connection.send_packed_command(self._connection.pack_commands(commands), check_health=False)
+
     async def _read(self) -> Any:
         try:
-            return await self._connection.read_response(disable_decoding=True, disconnect_on_error=False)
+            async with asyncio.timeout(self._timeout_s):
+                return await self._connection.read_response(disable_decoding=True, disconnect_on_error=False)
         except ResponseError as error:
             return ServerError(_message_of(error))
 
@@ -175,7 +181,8 @@ def redacted(url: str) -> str:
     return f"{scheme}{separator}{rest.rpartition('@')[2].partition('?')[0]}"
 
 
-def _make_connection(url: str) -> Any:
+def _make_connection(url: str) -> tuple[Any, float]:
+    """The driver's connection, without a limit of its own, and how many seconds an answer may take."""
     try:
         parts = urlsplit(url)
         path = parts.path.strip("/")
@@ -185,9 +192,10 @@ def _make_connection(url: str) -> Any:
             raise ValueError("it names no socket")
         options: dict[str, Any] = dict(parse_url(url))
         kind = options.pop("connection_class", Connection)
-        options.setdefault("socket_timeout", SOCKET_TIMEOUT_S)
+        timeout_s = float(options.pop("socket_timeout", SOCKET_TIMEOUT_S))
         options.setdefault("socket_connect_timeout", CONNECT_TIMEOUT_S)
-        return kind(**options | {"protocol": 2, "retry": Retry(NoBackoff(), 0)})
+        options |= {"protocol": 2, "retry": Retry(NoBackoff(), 0), "socket_timeout": None}
+        return kind(**options), timeout_s
     except (ValueError, TypeError):
         raise StartupError(
             f"{redacted(url)} is no Redis URL: use redis://[user:password@]host:port/db, rediss:// or unix:///path, "

@@ -245,4 +245,5 @@ class Replies:
             wait_ms = min(writer.due_ms() for writer in self._dirty) - self._clock.now_ms()
             if wait_ms > 0:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wakeup.wait(), wait_ms / 1000)
+                    async with asyncio.timeout(wait_ms / 1000):
+                        await self._wakeup.wait()
