@@ -68,6 +68,7 @@ class Scheduler:
         self._serials = count()
         self._num_recomputed_tokens = 0
         self._num_missing_blocks = 0
+        self._num_step_splits = 0
 
     @property
     def max_num_tokens(self) -> int:
@@ -166,6 +167,7 @@ class Scheduler:
         assert self._in_flight is not None, f"step {output.step} is updated twice"
         assert output.step == self._step, f"step {output.step} is updated, but step {self._step} was the last"
         work, self._in_flight = self._in_flight, None
+        self._num_step_splits += runner_output.num_splits
         for result in runner_output.transfers:
             self._end_transfer(result)
         outputs = []
@@ -178,7 +180,8 @@ class Scheduler:
                 continue
             error = runner_output.failed.get(seq.seq_id)
             if error is not None:
-                outputs.append(self._fail(seq, error, now))
+                is_out_of_memory = seq.seq_id in runner_output.out_of_memory_ids
+                outputs.append(self._fail(seq, error, now, is_out_of_memory=is_out_of_memory))
                 continue
             self._advance(seq, chunk)
             if chunk.is_sampled:
@@ -218,6 +221,7 @@ class Scheduler:
             num_cpu_blocks=0 if swap is None else swap.pool.num_blocks,
             num_used_cpu_blocks=0 if swap is None else swap.pool.num_blocks - swap.pool.num_free,
             num_transfers=0 if swap is None else len(swap.flights),
+            num_step_splits=self._num_step_splits,
         )
 
     def _max_num_tokens_of(self, seq: Sequence) -> int:
@@ -332,11 +336,11 @@ class Scheduler:
         self._end(seq, reason)
         return SequenceOutput(seq.seq_id, (token_id,), reason, stats=seq.stats(now))
 
-    def _fail(self, seq: Sequence, error: str, now: float) -> SequenceOutput:
+    def _fail(self, seq: Sequence, error: str, now: float, *, is_out_of_memory: bool) -> SequenceOutput:
         self.running.remove(seq)
         self.kv.discard(seq)
         self._end(seq, FinishReason.ERROR)
-        return SequenceOutput(seq.seq_id, (), FinishReason.ERROR, error=error, stats=seq.stats(now))
+        return SequenceOutput(seq.seq_id, (), FinishReason.ERROR, error, seq.stats(now), is_out_of_memory)
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         """The one door out: whoever ends, for whatever reason, leaves no block, row or entry behind.

@@ -41,6 +41,7 @@ class EngineInfo:
     """What the engine is, once built. `fingerprint` names what decides its numbers: model, dtype, device, kernels.
 
     The rates are those by which `auto` chooses between swapping and recomputing; None where there is no CPU tier.
+    activation_bytes: what the largest step was measured to take beside weights and KV cache; None where it isn't known.
     """
 
     max_model_len: int
@@ -56,6 +57,7 @@ class EngineInfo:
     num_swap_blocks: int = 0
     swap_bytes_per_s: float | None = None
     prefill_tokens_per_s: float | None = None
+    activation_bytes: int | None = None
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -44,6 +44,9 @@ class WorkerMetrics:
         self._damaged = self._counter(
             "pagemill_swap_damaged_blocks", "Blocks that came back with a wrong checksum and were computed again."
         )
+        self._splits = self._counter(
+            "pagemill_step_splits", "Times that memory ran out in a step, so that it was computed in parts."
+        )
         self._recomputed = self._counter("pagemill_recomputed_tokens", "Tokens computed again after a preemption.")
         self._queried = self._counter("pagemill_prefix_queried_tokens", "Prompt tokens looked up in the prefix cache.")
         self._hit = self._counter("pagemill_prefix_hit_tokens", "Prompt tokens found in the prefix cache.")
@@ -92,6 +95,7 @@ class WorkerMetrics:
         self._follow(self._damaged, stats.num_damaged_blocks)
         self._swap_blocks.labels("used").set(stats.num_used_cpu_blocks)
         self._swap_blocks.labels("free").set(stats.num_cpu_blocks - stats.num_used_cpu_blocks)
+        self._follow(self._splits, stats.num_step_splits)
         self._follow(self._recomputed, stats.num_recomputed_tokens)
         self._follow(self._queried, stats.prefix_queried_tokens)
         self._follow(self._hit, stats.prefix_hit_tokens)

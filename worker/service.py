@@ -131,6 +131,7 @@ class Service:
                 dtype=info.dtype,
                 num_blocks=info.num_blocks,
                 max_model_len=info.max_model_len,
+                activation_bytes=info.activation_bytes,
                 engine_pid=info.pid,
                 metrics_url=url,
             )
