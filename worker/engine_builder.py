@@ -9,6 +9,7 @@ import torch
 from model.activations import measure_activations
 from model.config import ModelConfig
 from model.decoder import Decoder
+from model.determinism import batch_dependence
 from model.errors import ModelError
 from model.kv_cache import KVCache, kv_block_bytes
 from model.loader import load_checkpoint, load_config
@@ -64,6 +65,9 @@ def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, Engi
     path = Path(config.model_path)
     model_config = load_config(path)
     dtype = _pick_dtype(config.dtype, model_config, device)
+    dependence = batch_dependence(model_config, dtype, device)
+    if config.deterministic and dependence is not None:
+        raise StartupError(f"deterministic can't be kept: {dependence}, or turn deterministic off")
     _check_weights_fit(path, model_config, dtype, device)
     max_model_len = _pick_max_model_len(config, model_config)
     tokenizer = Tokenizer.from_checkpoint(path)
@@ -130,12 +134,13 @@ def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, Engi
         kv_bytes_per_block=block_bytes,
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
-        fingerprint=_fingerprint(path, dtype, device),
+        fingerprint=_fingerprint(path, dtype, device, is_deterministic=dependence is None),
         pid=os.getpid(),
         num_swap_blocks=num_swap_blocks,
         swap_bytes_per_s=swap_rate,
         prefill_tokens_per_s=prefill_rate,
         activation_bytes=activation_bytes,
+        batch_dependence=dependence,
     )
     return Engine(scheduler, runner, check_invariants=config.check_invariants), info
 
@@ -241,5 +246,6 @@ def num_parameters(config: ModelConfig) -> int:
     return config.num_layers * (attention + mlp) + embeddings
 
 
-def _fingerprint(path: Path, dtype: torch.dtype, device: torch.device) -> str:
-    return f"{path.stem}/{str(dtype).removeprefix('torch.')}/{device.type}/torch-{torch.__version__}"
+def _fingerprint(path: Path, dtype: torch.dtype, device: torch.device, *, is_deterministic: bool) -> str:
+    kept = "/deterministic" if is_deterministic else ""
+    return f"{path.stem}/{str(dtype).removeprefix('torch.')}/{device.type}/torch-{torch.__version__}{kept}"

@@ -15,6 +15,7 @@ class EngineConfig:
     swap_space_gib, num_swap_blocks: size of the CPU tier that preempted sequences are swapped to, in one or the other
         unit; both None: 4 GiB on CUDA, none on the CPU, where it would be the same memory as the KV cache.
     preemption_mode: auto, swap or recompute.
+    deterministic: refuse to start where a sequence's tokens could depend on who shares its batch.
     check_invariants: `step` checks every invariant of the scheduler after each step, `idle` when no work is left.
     """
 
@@ -34,6 +35,7 @@ class EngineConfig:
     preemption_mode: str = "auto"
     num_threads: int | None = None
     check_invariants: str = "off"
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class EngineInfo:
     """What the engine is, once built. `fingerprint` names what decides its numbers: model, dtype, device, kernels.
 
     The rates are those by which `auto` chooses between swapping and recomputing; None where there is no CPU tier.
+    batch_dependence: why a sequence's tokens may depend on who shares its batch; None where they don't.
     activation_bytes: what the largest step was measured to take beside weights and KV cache; None where it isn't known.
     """
 
@@ -58,6 +61,7 @@ class EngineInfo:
     swap_bytes_per_s: float | None = None
     prefill_tokens_per_s: float | None = None
     activation_bytes: int | None = None
+    batch_dependence: str | None = None
 
     @property
     def max_sequence_tokens(self) -> int:

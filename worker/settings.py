@@ -140,6 +140,8 @@ class Settings(BaseSettings):
     """Where the KV cache is full: swap a sequence to CPU memory, compute it again later, or what is faster for it."""
     num_threads: int | None = Field(default=None, ge=1, le=1024, json_schema_extra=_shown("one per core"))
     """Threads that the engine computes with on the CPU."""
+    deterministic: bool = False
+    """Start only where a job's tokens can't depend on what else runs: float32 on the CPU with compiled kernels."""
     engine_mode: Literal["process", "inprocess"] = "process"
     """Run the engine in a process of its own, or inside the service, which is for debugging."""
     check_invariants: Literal["off", "idle", "step"] = "off"
