@@ -206,6 +206,7 @@ class KVCacheManager:
     def _reset(seq: Sequence) -> None:
         seq.num_computed_tokens = 0
         seq.num_sealed_blocks = 0
+        seq.num_written_blocks = 0
         seq.sealed_name = None
 
 

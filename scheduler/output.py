@@ -176,6 +176,7 @@ class SchedulerStats:
     The counters from `num_preemptions_recompute` on only grow. `num_missing_blocks` are the blocks that allocation
     found missing for running sequences, summed over steps; `num_full_tier_recomputes` the preemptions that would have
     swapped, had the CPU tier had room; `num_damaged_blocks` were found with a wrong checksum, and recomputed;
+    `num_written_behind_blocks` were copied to the CPU tier before anybody was preempted, and are not among the swapped;
     `num_step_splits` are the times that memory ran out in a step, so that it was computed in parts.
     """
 
@@ -203,3 +204,5 @@ class SchedulerStats:
     num_used_cpu_blocks: int = 0
     num_transfers: int = 0
     num_step_splits: int = 0
+    num_written_behind_blocks: int = 0
+    written_behind_bytes: int = 0

@@ -19,6 +19,7 @@ from scheduler.preemption import Preemptor, RunningQueue
 from scheduler.sequence import Sequence, SequenceStatus
 from scheduler.step_adder import StepAdder
 from scheduler.stopping import finish_reason
+from scheduler.write_behind import WriteBehind
 
 # So many sequences may be admitted past one that doesn't fit; then they wait behind it.
 MAX_PASSES = 32
@@ -59,6 +60,8 @@ class Scheduler:
         self.running = RunningQueue()
         self.moving: dict[str, Sequence] = {}
         self._preemptor = Preemptor(self.kv, config, cache.kv_block_bytes)
+        is_swapping = config.preemption_mode is not PreemptionMode.RECOMPUTE
+        self._write_behind = WriteBehind(self.kv, config.write_behind_blocks if is_swapping else 0)
         self._seqs: dict[str, Sequence] = {}
         # Resumed sequences that were complete when they came: they end with the next update.
         self._complete: dict[str, tuple[Sequence, FinishReason]] = {}
@@ -153,6 +156,7 @@ class Scheduler:
         # Who was preempted must not be let in again with the blocks it has just made room with.
         if self.waiting and not has_lacked_blocks:
             self._admit_waiting(adder, now)
+        self._write_behind.begin(self.running)
         self._step += 1
         self._in_flight = adder.work
         removed_ids, self._removed_ids = tuple(self._removed_ids), []
@@ -222,6 +226,8 @@ class Scheduler:
             num_used_cpu_blocks=0 if swap is None else swap.pool.num_blocks - swap.pool.num_free,
             num_transfers=0 if swap is None else len(swap.flights),
             num_step_splits=self._num_step_splits,
+            num_written_behind_blocks=0 if swap is None else swap.num_written_behind_blocks,
+            written_behind_bytes=0 if swap is None else swap.num_written_behind_blocks * block_bytes,
         )
 
     def _max_num_tokens_of(self, seq: Sequence) -> int:

@@ -89,6 +89,7 @@ class Sequence:
         "num_swapped_tokens",
         "num_tokens_seen",
         "num_transfers",
+        "num_written_blocks",
         "priority",
         "sampling",
         "sealed_name",
@@ -151,6 +152,8 @@ class Sequence:
         self.cpu_table: Final = BlockTable()
         self.num_swapped_tokens = 0
         self.num_transfers = 0
+        # Its first blocks that were seen in the CPU tier while it ran: a note, they may have gone since.
+        self.num_written_blocks = 0
         self.is_damaged = False
 
         self.num_passes = 0

@@ -116,6 +116,7 @@ def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, Engi
             preemption_mode=PreemptionMode(config.preemption_mode),
             swap_bytes_per_s=swap_rate,
             prefill_tokens_per_s=prefill_rate,
+            write_behind_blocks=_num_write_behind_blocks(config, block_bytes),
         ),
         CacheConfig(
             num_blocks=num_blocks,
@@ -227,6 +228,13 @@ def _pick_num_swap_blocks(config: EngineConfig, num_blocks: int, block_bytes: in
             "num_swap_blocks, or use preemption_mode auto"
         )
     return wanted
+
+
+def _num_write_behind_blocks(config: EngineConfig, block_bytes: int) -> int:
+    """What fits into the budget, but one at least where it isn't 0: blocks are copied whole."""
+    if config.write_behind_mib == 0:
+        return 0
+    return max(1, int(config.write_behind_mib * (1 << 20)) // block_bytes)
 
 
 def _free_cuda_bytes(config: EngineConfig, device: torch.device, activation_bytes: int) -> int:

@@ -15,6 +15,7 @@ class EngineConfig:
     swap_space_gib, num_swap_blocks: size of the CPU tier that preempted sequences are swapped to, in one or the other
         unit; both None: 4 GiB on CUDA, none on the CPU, where it would be the same memory as the KV cache.
     preemption_mode: auto, swap or recompute.
+    write_behind_mib: how much of likely victims' blocks a step may begin to copy to the CPU tier; 0 turns it off.
     deterministic: refuse to start where a sequence's tokens could depend on who shares its batch.
     check_invariants: `step` checks every invariant of the scheduler after each step, `idle` when no work is left.
     """
@@ -33,6 +34,7 @@ class EngineConfig:
     swap_space_gib: float | None = None
     num_swap_blocks: int | None = None
     preemption_mode: str = "auto"
+    write_behind_mib: float = 16.0
     num_threads: int | None = None
     check_invariants: str = "off"
     deterministic: bool = False

@@ -40,6 +40,9 @@ class WorkerMetrics:
             "pagemill_preemptions_swap_full", "Preemptions that recompute since the swap space was full."
         )
         self._swapped_bytes = self._counter("pagemill_swapped_bytes", "KV bytes copied to CPU memory and back.", "way")
+        self._written_behind = self._counter(
+            "pagemill_written_behind_bytes", "KV bytes copied to CPU memory before anybody was preempted."
+        )
         self._swap_blocks = self._gauge("pagemill_swap_blocks", "Blocks of the swap space by state.", "state")
         self._damaged = self._counter(
             "pagemill_swap_damaged_blocks", "Blocks that came back with a wrong checksum and were computed again."
@@ -92,6 +95,7 @@ class WorkerMetrics:
         self._follow(self._full_tier, stats.num_full_tier_recomputes)
         self._follow(self._swapped_bytes, stats.swapped_out_bytes, "out")
         self._follow(self._swapped_bytes, stats.swapped_in_bytes, "in")
+        self._follow(self._written_behind, stats.written_behind_bytes)
         self._follow(self._damaged, stats.num_damaged_blocks)
         self._swap_blocks.labels("used").set(stats.num_used_cpu_blocks)
         self._swap_blocks.labels("free").set(stats.num_cpu_blocks - stats.num_used_cpu_blocks)

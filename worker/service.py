@@ -337,6 +337,7 @@ def make_engine(settings: Settings, progress: ProgressCallback | None) -> Engine
         swap_space_gib=settings.swap_space_gib,
         num_swap_blocks=settings.num_swap_blocks,
         preemption_mode=settings.preemption_mode,
+        write_behind_mib=settings.write_behind_mib,
         deterministic=settings.deterministic,
         num_threads=settings.num_threads,
         check_invariants=settings.check_invariants,
