@@ -98,11 +98,9 @@ def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, Engi
         available_bytes=available_bytes,
     )
     runner = ModelRunner(decoder, kv_cache, limits)
-    report("warming up", 0, 1)
-    runner.warm_up()
+    runner.warm_up(report)
     if device.type == "cpu":  # it decides nothing here, so it can wait until the kernels are compiled
         activation_bytes = measure_activations(decoder, limits, config.block_size, batched_tokens)
-    report("warming up", 1, 1)
     swap_rate = prefill_rate = None
     if num_swap_blocks:
         swap_rate = measure_swap(kv_cache)
