@@ -33,6 +33,7 @@ class KVCacheManager:
             self.swap = SwapTier(config.num_cpu_blocks, self.pool, index, config.kv_block_bytes)
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.num_tier_hit_tokens = 0
 
     @property
     def num_available_blocks(self) -> int:
@@ -157,6 +158,26 @@ class KVCacheManager:
         self.swap.begin_in(seq, blocks)
         return True
 
+    def try_begin_tier_hit(self, seq: Sequence, hit: list[Block]) -> bool:
+        """Begin to copy in the prefix of waiting `seq` that the CPU tier holds, if it is longer than `hit`.
+
+        `hit` is what `find_prefix` has found; there are enough free blocks. SWAPPING_IN afterwards: the rest of it is
+        computed when the copies have ended.
+        """
+        found = [] if self.swap is None else self.swap.find_prefix(seq)
+        if self.swap is None or len(found) <= len(hit):
+            return False
+        self.swap.adopt(seq, found)
+        seq.num_swapped_tokens = len(found) * self.block_size
+        has_begun = self.swap_in(seq, hit)
+        assert has_begun, f"{seq} finds {len(found)} blocks in the CPU tier, {len(hit)} on the device"
+        num_tokens = (len(found) - len(hit)) * self.block_size
+        if seq.num_preemptions == 0:
+            self.num_hit_tokens += num_tokens
+            seq.num_cached_tokens += num_tokens
+        self.num_tier_hit_tokens += num_tokens
+        return True
+
     def take_transfers(self) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
         """The transfers that were begun since the last call: out, in."""
         return ((), ()) if self.swap is None else self.swap.take_transfers()
@@ -171,6 +192,7 @@ class KVCacheManager:
         ready = self.swap.end(result)
         for seq in ready:
             if seq.is_damaged:
+                self._forget_lookup(seq)
                 self.free(seq)
                 seq.status = SequenceStatus.WAITING
             elif seq.status is SequenceStatus.SWAPPING_OUT:
@@ -181,6 +203,13 @@ class KVCacheManager:
                 self.seal_full_blocks(seq)
                 seq.status = SequenceStatus.RUNNING
         return ready
+
+    def _forget_lookup(self, seq: Sequence) -> None:
+        """Where a sequence never ran, and so was being copied in as a prefix, it will be looked up once more."""
+        if seq.num_preemptions == 0:
+            self.num_queried_tokens -= seq.num_tokens
+            self.num_hit_tokens -= seq.num_cached_tokens
+            seq.num_cached_tokens = 0
 
     def free(self, seq: Sequence) -> None:
         """Take all blocks back; what they hold stays in the prefix cache until they are handed out again."""

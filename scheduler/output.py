@@ -177,6 +177,7 @@ class SchedulerStats:
     found missing for running sequences, summed over steps; `num_full_tier_recomputes` the preemptions that would have
     swapped, had the CPU tier had room; `num_damaged_blocks` were found with a wrong checksum, and recomputed;
     `num_written_behind_blocks` were copied to the CPU tier before anybody was preempted, and are not among the swapped;
+    `prefix_tier_hit_tokens` were found in the CPU tier, and are hits like the others;
     `num_step_splits` are the times that memory ran out in a step, so that it was computed in parts.
     """
 
@@ -206,3 +207,4 @@ class SchedulerStats:
     num_step_splits: int = 0
     num_written_behind_blocks: int = 0
     written_behind_bytes: int = 0
+    prefix_tier_hit_tokens: int = 0

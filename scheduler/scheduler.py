@@ -19,6 +19,7 @@ from scheduler.preemption import Preemptor, RunningQueue
 from scheduler.sequence import Sequence, SequenceStatus
 from scheduler.step_adder import StepAdder
 from scheduler.stopping import finish_reason
+from scheduler.tier_hits import TierHits
 from scheduler.write_behind import WriteBehind
 
 # So many sequences may be admitted past one that doesn't fit; then they wait behind it.
@@ -60,6 +61,7 @@ class Scheduler:
         self.running = RunningQueue()
         self.moving: dict[str, Sequence] = {}
         self._preemptor = Preemptor(self.kv, config, cache.kv_block_bytes)
+        self._tier_hits = TierHits(self.kv, config, cache.kv_block_bytes)
         is_swapping = config.preemption_mode is not PreemptionMode.RECOMPUTE
         self._write_behind = WriteBehind(self.kv, config.write_behind_blocks if is_swapping else 0)
         self._seqs: dict[str, Sequence] = {}
@@ -151,7 +153,7 @@ class Scheduler:
         If anything is unfinished, it computes a token at least, or copies between the tiers are on their way.
         """
         assert self._in_flight is None, f"step {self._step} was scheduled, but never updated"
-        adder = StepAdder(self.kv, self.config.max_num_batched_tokens)
+        adder = StepAdder(self.kv, self.config.max_num_batched_tokens, self._tier_hits)
         has_lacked_blocks = self._serve_running(adder)
         # Who was preempted must not be let in again with the blocks it has just made room with.
         if self.waiting and not has_lacked_blocks:
@@ -226,6 +228,7 @@ class Scheduler:
             num_used_cpu_blocks=0 if swap is None else swap.pool.num_blocks - swap.pool.num_free,
             num_transfers=0 if swap is None else len(swap.flights),
             num_step_splits=self._num_step_splits,
+            prefix_tier_hit_tokens=kv.num_tier_hit_tokens,
             num_written_behind_blocks=0 if swap is None else swap.num_written_behind_blocks,
             written_behind_bytes=0 if swap is None else swap.num_written_behind_blocks * block_bytes,
         )

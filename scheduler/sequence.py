@@ -31,6 +31,7 @@ class SequenceStatus(Enum):
 
     The three swap states are entered only where there is a CPU tier that takes victims. Where all its blocks lie in
     the tier it goes to already, a victim is SWAPPED at once, and one that comes back is admitted like any other.
+    A WAITING one whose beginning lies in the CPU tier is SWAPPING_IN when it is admitted.
     """
 
     WAITING = auto()

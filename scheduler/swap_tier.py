@@ -139,6 +139,18 @@ class SwapTier:
         self.pool.free(reversed(kept))
         return count
 
+    def find_prefix(self, seq: Sequence) -> list[Block]:
+        """The longest run of blocks that `seq` begins with, all of which have been copied here."""
+        found = [] if self.index is None else self.index.find(seq)
+        num_ready = next((i for i, block in enumerate(found) if block.block_id in self._filling), len(found))
+        return found[:num_ready]
+
+    def adopt(self, seq: Sequence, blocks: list[Block]) -> None:
+        """Let waiting `seq` hold `blocks`, which `find_prefix` has found, as if it had been swapped."""
+        self.pool.touch(blocks)
+        seq.cpu_table.append(blocks)
+        self.num_sequences += 1
+
     def begin_in(self, seq: Sequence, blocks: list[Block]) -> None:
         """Begin to copy the last blocks of swapped `seq` into `blocks`, which it owns and has not in its table yet.
 

@@ -53,6 +53,9 @@ class WorkerMetrics:
         self._recomputed = self._counter("pagemill_recomputed_tokens", "Tokens computed again after a preemption.")
         self._queried = self._counter("pagemill_prefix_queried_tokens", "Prompt tokens looked up in the prefix cache.")
         self._hit = self._counter("pagemill_prefix_hit_tokens", "Prompt tokens found in the prefix cache.")
+        self._tier_hit = self._counter(
+            "pagemill_prefix_cpu_hit_tokens", "Tokens found in CPU memory, part of those found in the prefix cache."
+        )
         # So that each series is there from the start: a rate over a series that appears with its first count misses it.
         for mode in ("recompute", "swap"):
             self._preemptions.labels(mode)
@@ -103,6 +106,7 @@ class WorkerMetrics:
         self._follow(self._recomputed, stats.num_recomputed_tokens)
         self._follow(self._queried, stats.prefix_queried_tokens)
         self._follow(self._hit, stats.prefix_hit_tokens)
+        self._follow(self._tier_hit, stats.prefix_tier_hit_tokens)
 
     def engine_restarted(self) -> None:
         """A new engine: its totals begin at 0."""

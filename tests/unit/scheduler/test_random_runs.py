@@ -90,7 +90,7 @@ SWAP_EVENTS = {
     "swapped", "swapped out", "swapped in", "CPU tier full", "damaged", "no memory",
     "aborted swapping out", "aborted swapped", "aborted swapping in", "sat out",
 }  # fmt: skip
-SWAP_CACHE_EVENTS = {"copied fewer out", "copied fewer in"}
+SWAP_CACHE_EVENTS = {"copied fewer out", "copied fewer in", "hit in the CPU tier"}
 WRITE_BEHIND_EVENTS = {"written behind", "copied at most one out", "preempted while written behind"}
 
 
@@ -235,6 +235,7 @@ class RandomLife:
         num_written = stats.num_written_behind_blocks - before.num_written_behind_blocks
         assert num_written <= self.params.write_behind
         events["written behind"] += num_written
+        events["hit in the CPU tier"] += stats.prefix_tier_hit_tokens > before.prefix_tier_hit_tokens
         num_chunks = {chunk.seq_id for chunk in output.chunks}
         is_spent = output.num_tokens == scheduler.config.max_num_batched_tokens
         events["sat out"] += not is_spent and any(seq.seq_id not in num_chunks for seq in scheduler.running)
