@@ -141,7 +141,7 @@ class SwapTier:
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """The longest run of blocks that `seq` begins with, all of which have been copied here."""
-        found = [] if self.index is None else self.index.find(seq)
+        found = self.index.find(seq) if self.index is not None and seq.use_prefix_cache else []
         num_ready = next((i for i, block in enumerate(found) if block.block_id in self._filling), len(found))
         return found[:num_ready]
 
@@ -207,7 +207,7 @@ class SwapTier:
         self._forget(self._find(seq, num_full))
 
     def _find(self, seq: Sequence, num_full: int) -> list[Block]:
-        return [] if self.index is None else self.index.find(seq, num_full)
+        return self.index.find(seq, num_full) if self.index is not None and seq.use_prefix_cache else []
 
     def _begin(self, is_out: bool, device: list[Block], cpu: list[Block]) -> Transfer:
         self.pool.touch(cpu)
@@ -226,7 +226,7 @@ class SwapTier:
 
     def _enter(self, seq: Sequence, kept: list[Block], blocks: list[Block]) -> None:
         """Enter `blocks`, which hold the full blocks of `seq` behind those in `kept`, into the index."""
-        if self.index is None:
+        if self.index is None or not seq.use_prefix_cache:
             return
         name = None
         if kept:

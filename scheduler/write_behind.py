@@ -37,6 +37,8 @@ class WriteBehind:
             return
         for seq in self._likely_victims(running):
             # What lies in the tier for a likelier victim is not given up for a less likely one.
+            if not seq.use_prefix_cache:
+                continue
             num_full = min(seq.num_computed_tokens // kv.block_size, num_room)
             num_room -= num_full
             if num_full > seq.num_written_blocks:
