@@ -1,7 +1,7 @@
 """Computes the scheduler's steps: rows, block copies, one forward pass, one draw for each sampled chunk."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from model.input_batch import InputBatch, IntArray, StepInputs
 from model.kv_cache import KVCache
 from model.layers import ForwardContext
 from model.sampler import Sampler
+from model.step_splitter import SplitStep, compute_in_parts
 from model.threads import set_num_threads
 from scheduler.output import Chunk, ModelRunnerOutput, NewRow, SchedulerOutput, TransferResult
 from scheduler.sampling_params import SamplingParams
@@ -58,6 +59,7 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Do one step's work in the order that SchedulerOutput states, and draw the tokens of its sampled chunks.
 
+        Where memory runs out it is computed in parts (step_splitter.py).
         Raises RunnerInputError where the step asks for what the runner doesn't hold.
         """
         self.last_forward_s = 0.0
@@ -67,12 +69,17 @@ class ModelRunner:
         if not output.chunks:
             # With nothing to compute, the next thing that can happen is that a copy ends.
             return ModelRunnerOutput({}, transfers=self._kv_cache.ended_transfers(is_waiting=True))
-        inputs = self._batch.prepare(output.chunks)
+        step = compute_in_parts(output.chunks, self._compute_chunks)
+        return _as_output(step, self._kv_cache.ended_transfers())
+
+    def _compute_chunks(self, chunks: Sequence[Chunk]) -> dict[str, int]:
+        """The token drawn for each sampled chunk, by sequence; -1 where there was none to draw."""
+        inputs = self._batch.prepare(chunks)
         started = time.perf_counter()
         token_ids = self._compute(inputs)
-        self.last_forward_s = time.perf_counter() - started
+        self.last_forward_s += time.perf_counter() - started
         self._batch.append_sampled(inputs, token_ids)
-        return _as_output(inputs.sampled_ids, token_ids, self._kv_cache.ended_transfers())
+        return dict(zip(inputs.sampled_ids, token_ids.tolist(), strict=True))
 
     @torch.inference_mode()
     def _compute(self, inputs: StepInputs) -> IntArray:
@@ -125,11 +132,10 @@ class ModelRunner:
         self.last_forward_s = 0.0
 
 
-def _as_output(seq_ids: list[str], token_ids: IntArray, transfers: tuple[TransferResult, ...]) -> ModelRunnerOutput:
-    """Drawn tokens by sequence; -1 becomes a failure of that sequence alone."""
-    drawn = dict(zip(seq_ids, token_ids.tolist(), strict=True))
-    if len(token_ids) and token_ids.min() < 0:
-        failed = {seq_id: NO_FINITE_LOGIT for seq_id, token_id in drawn.items() if token_id < 0}
-        drawn = {seq_id: token_id for seq_id, token_id in drawn.items() if seq_id not in failed}
-        return ModelRunnerOutput(drawn, failed, transfers)
-    return ModelRunnerOutput(drawn, transfers=transfers)
+def _as_output(step: SplitStep, transfers: tuple[TransferResult, ...]) -> ModelRunnerOutput:
+    """-1 becomes a failure of that sequence alone."""
+    drawn, failed = step.drawn, dict(step.failed)
+    if drawn and min(drawn.values()) < 0:
+        failed |= {seq_id: NO_FINITE_LOGIT for seq_id, token_id in drawn.items() if token_id < 0}
+        drawn = {seq_id: token_id for seq_id, token_id in drawn.items() if token_id >= 0}
+    return ModelRunnerOutput(drawn, failed, transfers, frozenset(step.failed), step.num_splits)

@@ -52,6 +52,7 @@ class SchedulerConfig:
     `max_num_seqs` bounds the sequences that are running; `max_model_len` the tokens of one sequence.
     `swap_bytes_per_s` and `prefill_tokens_per_s` are measured rates, by which `auto` chooses between swapping and
     recomputing; as long as either is None, it swaps.
+    `write_behind_blocks` are the blocks of likely victims that a step may begin to copy to the CPU tier; 0: none.
 
     Raises InvalidConfigError.
     """
@@ -63,12 +64,15 @@ class SchedulerConfig:
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     swap_bytes_per_s: float | None = None
     prefill_tokens_per_s: float | None = None
+    write_behind_blocks: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             if value < 1:
                 raise InvalidConfigError(f"{name} is {value}: use a whole number from 1")
+        if self.write_behind_blocks < 0:
+            raise InvalidConfigError(f"write_behind_blocks is {self.write_behind_blocks}: use a whole number from 0")
         for name in ("swap_bytes_per_s", "prefill_tokens_per_s"):
             rate = getattr(self, name)
             if rate is not None and rate <= 0:

@@ -128,7 +128,8 @@ def check_running(scheduler: Scheduler, seq: Sequence) -> None:
         f"{seq} has blocks for {num_blocks * block_size} tokens"
     )
     num_full = seq.num_computed_tokens // block_size
-    if scheduler.kv.prefix_cache is not None:
+    is_entered = seq.use_prefix_cache and (seq.is_followed or seq.num_preemptions > 0)
+    if scheduler.kv.prefix_cache is not None and is_entered:
         assert seq.num_sealed_blocks == num_full, f"{seq} has sealed {seq.num_sealed_blocks} of {num_full} full blocks"
     for index, block in enumerate(seq.block_table):
         assert block.ref_cnt == 1 or index < num_full, f"{block} is block {index} of {seq}: shared, but not full"

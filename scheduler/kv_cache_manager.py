@@ -2,6 +2,7 @@
 
 from scheduler.block_pool import Block, BlockPool
 from scheduler.config import CacheConfig
+from scheduler.hit_sampling import HitSampler
 from scheduler.output import Transfer, TransferResult
 from scheduler.prefix_cache import HashFunction, PrefixCache, chain_hash
 from scheduler.sequence import Sequence, SequenceStatus
@@ -31,8 +32,10 @@ class KVCacheManager:
         if config.num_cpu_blocks:
             index = _make_prefix_cache(config, hash_function)
             self.swap = SwapTier(config.num_cpu_blocks, self.pool, index, config.kv_block_bytes)
+        self.sampler = HitSampler()
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.num_tier_hit_tokens = 0
 
     @property
     def num_available_blocks(self) -> int:
@@ -60,14 +63,25 @@ class KVCacheManager:
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """Cached blocks that `seq`, which has none yet, could begin with. At least one token is left to compute."""
-        return [] if self.prefix_cache is None else self.prefix_cache.find(seq)
+        return self.prefix_cache.find(seq) if self.prefix_cache is not None and self._follows(seq) else []
+
+    def _follows(self, seq: Sequence) -> bool:
+        """Whether blocks of `seq` are looked up and entered. Decided once, but for one that was preempted: all are."""
+        if not seq.use_prefix_cache:
+            return False
+        if seq.is_followed is None and self.prefix_cache is not None:
+            first_hash = self.prefix_cache.first_hash(seq)
+            seq.is_followed = first_hash is None or self.sampler.follows(first_hash)
+        return bool(seq.is_followed) or seq.num_preemptions > 0
 
     def take_prefix(self, seq: Sequence, blocks: list[Block]) -> None:
         """Make what `find_prefix` has found the beginning of `seq`: it owns the blocks, their tokens are computed."""
         assert len(seq.block_table) == 0, f"{seq} takes a prefix, but has blocks already"
-        if seq.num_preemptions == 0:
+        if seq.num_preemptions == 0 and seq.is_followed:
             self.num_queried_tokens += seq.num_tokens
             self.num_hit_tokens += len(blocks) * self.block_size
+            if seq.num_tokens > self.block_size:
+                self.sampler.observe(seq, len(blocks) * self.block_size)
             seq.num_cached_tokens = len(blocks) * self.block_size
         if not blocks:
             return
@@ -99,8 +113,11 @@ class KVCacheManager:
         return -(-(seq.num_computed_tokens + num_tokens) // self.block_size) - len(seq.block_table)
 
     def seal_full_blocks(self, seq: Sequence) -> None:
-        """Offer the blocks that are full of computed tokens, and were not when last asked, to the prefix cache."""
-        if self.prefix_cache is None:
+        """Offer the blocks that are full of computed tokens, and were not when last asked, to the prefix cache.
+
+        A sequence that is not followed is entered when it is preempted: then its blocks may be worth something to it.
+        """
+        if self.prefix_cache is None or not self._follows(seq):
             return
         for index in range(seq.num_sealed_blocks, seq.num_computed_tokens // self.block_size):
             content, loser = self.prefix_cache.seal(seq, index)
@@ -157,6 +174,26 @@ class KVCacheManager:
         self.swap.begin_in(seq, blocks)
         return True
 
+    def try_begin_tier_hit(self, seq: Sequence, hit: list[Block]) -> bool:
+        """Begin to copy in the prefix of waiting `seq` that the CPU tier holds, if it is longer than `hit`.
+
+        `hit` is what `find_prefix` has found; there are enough free blocks. SWAPPING_IN afterwards: the rest of it is
+        computed when the copies have ended.
+        """
+        found = self.swap.find_prefix(seq) if self.swap is not None and self._follows(seq) else []
+        if self.swap is None or len(found) <= len(hit):
+            return False
+        self.swap.adopt(seq, found)
+        seq.num_swapped_tokens = len(found) * self.block_size
+        has_begun = self.swap_in(seq, hit)
+        assert has_begun, f"{seq} finds {len(found)} blocks in the CPU tier, {len(hit)} on the device"
+        num_tokens = (len(found) - len(hit)) * self.block_size
+        if seq.num_preemptions == 0:
+            self.num_hit_tokens += num_tokens
+            seq.num_cached_tokens += num_tokens
+        self.num_tier_hit_tokens += num_tokens
+        return True
+
     def take_transfers(self) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
         """The transfers that were begun since the last call: out, in."""
         return ((), ()) if self.swap is None else self.swap.take_transfers()
@@ -171,6 +208,7 @@ class KVCacheManager:
         ready = self.swap.end(result)
         for seq in ready:
             if seq.is_damaged:
+                self._forget_lookup(seq)
                 self.free(seq)
                 seq.status = SequenceStatus.WAITING
             elif seq.status is SequenceStatus.SWAPPING_OUT:
@@ -181,6 +219,13 @@ class KVCacheManager:
                 self.seal_full_blocks(seq)
                 seq.status = SequenceStatus.RUNNING
         return ready
+
+    def _forget_lookup(self, seq: Sequence) -> None:
+        """Where a sequence never ran, and so was being copied in as a prefix, it will be looked up once more."""
+        if seq.num_preemptions == 0 and seq.is_followed:
+            self.num_queried_tokens -= seq.num_tokens
+            self.num_hit_tokens -= seq.num_cached_tokens
+            seq.num_cached_tokens = 0
 
     def free(self, seq: Sequence) -> None:
         """Take all blocks back; what they hold stays in the prefix cache until they are handed out again."""
@@ -206,6 +251,7 @@ class KVCacheManager:
     def _reset(seq: Sequence) -> None:
         seq.num_computed_tokens = 0
         seq.num_sealed_blocks = 0
+        seq.num_written_blocks = 0
         seq.sealed_name = None
 
 

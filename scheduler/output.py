@@ -117,13 +117,17 @@ class SchedulerOutput:
 class ModelRunnerOutput:
     """The token drawn for each sampled chunk, by sequence id.
 
-    `failed` names sequences whose logits held no number to choose from (all NaN or -inf), with the reason.
+    `failed` names sequences that can't go on, with the reason: their logits held no number to choose from (all NaN or
+    -inf), or, those in `out_of_memory_ids`, there was no memory for them even alone.
     `transfers` are those that have ended since the last step, whichever step they began in.
+    `num_splits`: how often memory ran out in this step, so that it was computed in parts.
     """
 
     sampled: dict[str, int]
     failed: dict[str, str] = field(default_factory=dict)
     transfers: tuple[TransferResult, ...] = ()
+    out_of_memory_ids: frozenset[str] = frozenset()
+    num_splits: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +151,17 @@ class SequenceStats:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """New tokens of one sequence after a step; `stats` comes with a finish reason and not before."""
+    """New tokens of one sequence after a step; `stats` comes with a finish reason and not before.
+
+    `error` is the reason of FinishReason.ERROR; `is_out_of_memory`: the same request may well succeed later.
+    """
 
     seq_id: str
     new_token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: str | None = None
     stats: SequenceStats | None = None
+    is_out_of_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +175,10 @@ class SchedulerStats:
 
     The counters from `num_preemptions_recompute` on only grow. `num_missing_blocks` are the blocks that allocation
     found missing for running sequences, summed over steps; `num_full_tier_recomputes` the preemptions that would have
-    swapped, had the CPU tier had room; `num_damaged_blocks` were found with a wrong checksum, and recomputed.
+    swapped, had the CPU tier had room; `num_damaged_blocks` were found with a wrong checksum, and recomputed;
+    `num_written_behind_blocks` were copied to the CPU tier before anybody was preempted, and are not among the swapped;
+    `prefix_tier_hit_tokens` were found in the CPU tier, and are hits like the others;
+    `num_step_splits` are the times that memory ran out in a step, so that it was computed in parts.
     """
 
     num_running: int
@@ -193,3 +204,7 @@ class SchedulerStats:
     num_cpu_blocks: int = 0
     num_used_cpu_blocks: int = 0
     num_transfers: int = 0
+    num_step_splits: int = 0
+    num_written_behind_blocks: int = 0
+    written_behind_bytes: int = 0
+    prefix_tier_hit_tokens: int = 0

@@ -83,6 +83,7 @@ class Preemptor:
     def preempt(self, victim: Sequence) -> None:
         """Take the blocks of `victim`, which is in no queue now; it is WAITING, SWAPPING_OUT or SWAPPED afterwards."""
         victim.num_preemptions += 1
+        self._kv.seal_full_blocks(victim)
         is_swap_wanted = self._is_swap_wanted(victim)
         if is_swap_wanted and self._kv.try_begin_swap_out(victim):
             self.num_swaps += 1

@@ -19,6 +19,8 @@ from scheduler.preemption import Preemptor, RunningQueue
 from scheduler.sequence import Sequence, SequenceStatus
 from scheduler.step_adder import StepAdder
 from scheduler.stopping import finish_reason
+from scheduler.tier_hits import TierHits
+from scheduler.write_behind import WriteBehind
 
 # So many sequences may be admitted past one that doesn't fit; then they wait behind it.
 MAX_PASSES = 32
@@ -59,6 +61,9 @@ class Scheduler:
         self.running = RunningQueue()
         self.moving: dict[str, Sequence] = {}
         self._preemptor = Preemptor(self.kv, config, cache.kv_block_bytes)
+        self._tier_hits = TierHits(self.kv, config, cache.kv_block_bytes)
+        is_swapping = config.preemption_mode is not PreemptionMode.RECOMPUTE
+        self._write_behind = WriteBehind(self.kv, config.write_behind_blocks if is_swapping else 0)
         self._seqs: dict[str, Sequence] = {}
         # Resumed sequences that were complete when they came: they end with the next update.
         self._complete: dict[str, tuple[Sequence, FinishReason]] = {}
@@ -68,6 +73,7 @@ class Scheduler:
         self._serials = count()
         self._num_recomputed_tokens = 0
         self._num_missing_blocks = 0
+        self._num_step_splits = 0
 
     @property
     def max_num_tokens(self) -> int:
@@ -147,11 +153,12 @@ class Scheduler:
         If anything is unfinished, it computes a token at least, or copies between the tiers are on their way.
         """
         assert self._in_flight is None, f"step {self._step} was scheduled, but never updated"
-        adder = StepAdder(self.kv, self.config.max_num_batched_tokens)
+        adder = StepAdder(self.kv, self.config.max_num_batched_tokens, self._tier_hits)
         has_lacked_blocks = self._serve_running(adder)
         # Who was preempted must not be let in again with the blocks it has just made room with.
         if self.waiting and not has_lacked_blocks:
             self._admit_waiting(adder, now)
+        self._write_behind.begin(self.running)
         self._step += 1
         self._in_flight = adder.work
         removed_ids, self._removed_ids = tuple(self._removed_ids), []
@@ -166,6 +173,7 @@ class Scheduler:
         assert self._in_flight is not None, f"step {output.step} is updated twice"
         assert output.step == self._step, f"step {output.step} is updated, but step {self._step} was the last"
         work, self._in_flight = self._in_flight, None
+        self._num_step_splits += runner_output.num_splits
         for result in runner_output.transfers:
             self._end_transfer(result)
         outputs = []
@@ -178,7 +186,8 @@ class Scheduler:
                 continue
             error = runner_output.failed.get(seq.seq_id)
             if error is not None:
-                outputs.append(self._fail(seq, error, now))
+                is_out_of_memory = seq.seq_id in runner_output.out_of_memory_ids
+                outputs.append(self._fail(seq, error, now, is_out_of_memory=is_out_of_memory))
                 continue
             self._advance(seq, chunk)
             if chunk.is_sampled:
@@ -218,6 +227,10 @@ class Scheduler:
             num_cpu_blocks=0 if swap is None else swap.pool.num_blocks,
             num_used_cpu_blocks=0 if swap is None else swap.pool.num_blocks - swap.pool.num_free,
             num_transfers=0 if swap is None else len(swap.flights),
+            num_step_splits=self._num_step_splits,
+            prefix_tier_hit_tokens=kv.num_tier_hit_tokens,
+            num_written_behind_blocks=0 if swap is None else swap.num_written_behind_blocks,
+            written_behind_bytes=0 if swap is None else swap.num_written_behind_blocks * block_bytes,
         )
 
     def _max_num_tokens_of(self, seq: Sequence) -> int:
@@ -332,11 +345,11 @@ class Scheduler:
         self._end(seq, reason)
         return SequenceOutput(seq.seq_id, (token_id,), reason, stats=seq.stats(now))
 
-    def _fail(self, seq: Sequence, error: str, now: float) -> SequenceOutput:
+    def _fail(self, seq: Sequence, error: str, now: float, *, is_out_of_memory: bool) -> SequenceOutput:
         self.running.remove(seq)
         self.kv.discard(seq)
         self._end(seq, FinishReason.ERROR)
-        return SequenceOutput(seq.seq_id, (), FinishReason.ERROR, error=error, stats=seq.stats(now))
+        return SequenceOutput(seq.seq_id, (), FinishReason.ERROR, error, seq.stats(now), is_out_of_memory)
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         """The one door out: whoever ends, for whatever reason, leaves no block, row or entry behind.

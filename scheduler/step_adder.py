@@ -6,6 +6,7 @@ from scheduler.block_pool import Block
 from scheduler.kv_cache_manager import KVCacheManager
 from scheduler.output import Chunk, NewRow, SchedulerOutput
 from scheduler.sequence import Sequence, SequenceStatus
+from scheduler.tier_hits import TierHits
 
 # A sequence that comes back from its k-th preemption must find room for 2^k blocks more than it has tokens for;
 # beyond 2^10 that is more than any context.
@@ -18,8 +19,9 @@ class StepAdder:
     Lives within one `Scheduler.schedule`. `num_tokens_left` is what is left of the budget.
     """
 
-    def __init__(self, kv: KVCacheManager, num_tokens: int) -> None:
+    def __init__(self, kv: KVCacheManager, num_tokens: int, tier_hits: TierHits | None = None) -> None:
         self._kv = kv
+        self._tier_hits = tier_hits
         self.num_tokens_left = num_tokens
         self.work: list[tuple[Sequence, Chunk]] = []
         self._new_rows: list[NewRow] = []
@@ -78,9 +80,13 @@ class StepAdder:
         hit = self._kv.find_prefix(seq)
         if not is_alone and not self._fits(seq, hit):
             return False
-        if seq.status is not SequenceStatus.SWAPPED:
-            self._kv.take_prefix(seq, hit)
-        elif self._kv.swap_in(seq, hit):
+        if seq.status is SequenceStatus.SWAPPED:
+            must_copy = self._kv.swap_in(seq, hit)
+        else:
+            must_copy = self._tier_hits is not None and self._tier_hits.try_begin(seq, hit)
+            if not must_copy:
+                self._kv.take_prefix(seq, hit)
+        if must_copy:
             self._num_promised_blocks += self._num_future_blocks(seq, 1)
             return True
         num_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, self.num_tokens_left)

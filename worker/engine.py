@@ -19,6 +19,7 @@ class EngineRequest:
     `generated_ids` are tokens that an earlier attempt already produced: generation goes on after them.
     `seed` is used where `sampling.seed` is None. Only requests of one tenant and one cache_salt share cached prefixes.
     priority: larger is more important.
+    use_prefix_cache: it may begin with blocks that others have computed, and they with its own.
     """
 
     seq_id: str
@@ -29,6 +30,7 @@ class EngineRequest:
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
+    use_prefix_cache: bool = True
 
 
 class Runner(Protocol):
@@ -84,6 +86,7 @@ class Engine:
                 priority=request.priority,
                 tenant=request.tenant,
                 cache_salt=request.cache_salt,
+                use_prefix_cache=request.use_prefix_cache,
                 arrival_s=self._clock(),
             )
         )

@@ -142,6 +142,7 @@ class Intake:
         request = await self._request_of(job)
         job.request = request
         served = self._served
+        check_deterministic(request, served.info)
         job.prompt_ids = await asyncio.to_thread(prompt_ids_of, request, served.tokenizer)
         max_tokens = check_fits(request, job.prompt_ids, served.info)
         generation = Generation(request.sampling, served.tokenizer, job.prompt_ids)
@@ -212,6 +213,12 @@ def prompt_ids_of(request: GenerateRequest, tokenizer: Tokenizer) -> tuple[int, 
         return tuple(tokenizer.encode(request.prompt or ""))
     except ModelError as error:
         raise JobError(ErrorCode.BAD_REQUEST, str(error)) from error
+
+
+def check_deterministic(request: GenerateRequest, info: EngineInfo) -> None:
+    """Raises JobError where the job asks for tokens that don't depend on the batch, and the engine can't promise it."""
+    if request.deterministic and info.batch_dependence is not None:
+        raise JobError(ErrorCode.BAD_REQUEST, f"deterministic can't be kept by this worker: {info.batch_dependence}")
 
 
 def check_fits(request: GenerateRequest, prompt_ids: tuple[int, ...], info: EngineInfo) -> int:

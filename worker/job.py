@@ -77,7 +77,8 @@ class Job:
             return False
         if output.finish_reason is FinishReason.ERROR:
             reason = output.error or "the engine can't go on with this job"
-            self.fail(JobError(ErrorCode.ENGINE_ERROR, reason), now_ms)
+            code = ErrorCode.OUT_OF_MEMORY if output.is_out_of_memory else ErrorCode.ENGINE_ERROR
+            self.fail(JobError(code, reason), now_ms)
             return False
         if output.new_token_ids:
             self.times.first_token_ms = self.times.first_token_ms or now_ms

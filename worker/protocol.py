@@ -67,6 +67,7 @@ class GenerateRequest:
 
     `prompt` is completed as it stands, `messages` go through the chat template. `chunk_ms` gathers tokens for that
     long before an event is written; 0 writes as soon as the last event is answered. `meta` is echoed at the end.
+    `deterministic`: refuse the job where its tokens could depend on what else runs.
     User text stays out of repr, so that no log or traceback shows it.
     """
 
@@ -83,6 +84,7 @@ class GenerateRequest:
     result_ttl_ms: int = DEFAULT_LIMITS.default_result_ttl_ms
     meta: str | None = field(default=None, repr=False)
     cache_salt: str = field(default="", repr=False)
+    deterministic: bool = False
     model: str | None = None
     traceparent: str | None = None
     tracestate: str | None = None
@@ -127,6 +129,7 @@ def parse_request(
         result_ttl_ms=envelope.result_ttl_ms,
         meta=_meta_of(body),
         cache_salt=as_label("cache_salt", body.get("cache_salt", "")),
+        deterministic=as_bool("deterministic", body.get("deterministic", False)),
         model=model,
         traceparent=envelope.traceparent,
         tracestate=envelope.tracestate,

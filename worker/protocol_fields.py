@@ -53,6 +53,7 @@ BODY_FIELDS: Mapping[str, Kind] = {
     "stream": Kind.BOOL,
     "chunk_ms": Kind.INT,
     "cache_salt": Kind.TEXT,
+    "deterministic": Kind.BOOL,
     "meta": Kind.TEXT,
 }
 
@@ -74,7 +75,6 @@ NOT_YET_FIELDS: Mapping[str, tuple[Kind, tuple[Any, ...]]] = {
     "tools": (Kind.JSON, ([],)),
     "tool_choice": (Kind.TEXT_OR_JSON, ("none", "auto")),
     "adapter": (Kind.TEXT, ("",)),
-    "deterministic": (Kind.BOOL, (False,)),
 }
 
 

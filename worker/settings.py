@@ -138,8 +138,12 @@ class Settings(BaseSettings):
     """The same in blocks; set one of the two."""
     preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
     """Where the KV cache is full: swap a sequence to CPU memory, compute it again later, or what is faster for it."""
+    write_behind_mib: float = Field(default=16.0, ge=0, le=65_536)
+    """MiB of likely victims that a step may copy to the swap space before they are preempted. 0 turns it off."""
     num_threads: int | None = Field(default=None, ge=1, le=1024, json_schema_extra=_shown("one per core"))
     """Threads that the engine computes with on the CPU."""
+    deterministic: bool = False
+    """Start only where a job's tokens can't depend on what else runs: float32 on the CPU with compiled kernels."""
     engine_mode: Literal["process", "inprocess"] = "process"
     """Run the engine in a process of its own, or inside the service, which is for debugging."""
     check_invariants: Literal["off", "idle", "step"] = "off"

@@ -52,7 +52,7 @@ def test_commands_survive_the_pipe(command: Command) -> None:
         StepReport(
             (
                 SequenceOutput("a", (1, 2)),
-                SequenceOutput("b", (), FinishReason.ERROR, "why", STATS),
+                SequenceOutput("b", (), FinishReason.ERROR, "why", STATS, is_out_of_memory=True),
             ),
             SchedulerStats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13),
             StepTimes(5, 0.5, 0.25),

@@ -16,11 +16,17 @@ def make_scheduler(
     enable_prefix_caching: bool = True,
     num_cpu_blocks: int = 0,
     preemption_mode: PreemptionMode = PreemptionMode.AUTO,
+    write_behind_blocks: int = 0,
 ) -> Scheduler:
     """A block has as many bytes as tokens."""
     return Scheduler(
         SchedulerConfig(
-            max_model_len, max_num_seqs, max_num_batched_tokens, eos_token_ids, preemption_mode=preemption_mode
+            max_model_len,
+            max_num_seqs,
+            max_num_batched_tokens,
+            eos_token_ids,
+            preemption_mode=preemption_mode,
+            write_behind_blocks=write_behind_blocks,
         ),
         CacheConfig(
             num_blocks,

@@ -18,6 +18,7 @@ from scheduler import (
     Sequence,
     Transfer,
 )
+from scheduler.hit_sampling import HitSampler
 from scheduler.kv_cache_manager import KVCacheManager
 from scheduler.prefix_cache import chain_hash
 from scheduler.sequence import SequenceStatus
@@ -49,6 +50,8 @@ class Params:
     num_cpu_blocks: int = 0
     max_delay: int = 0
     mode: PreemptionMode = PreemptionMode.AUTO
+    write_behind: int = 0
+    is_sampling: bool = False
 
     @property
     def max_num_tokens(self) -> int:
@@ -74,6 +77,10 @@ PARAMS = [
     Params(24, 4, 32, 40, 24, is_caching=False, num_cpu_blocks=16, max_delay=8, num_priorities=3),
     Params(32, 4, 32, 20, 20, is_hash_poor=True, num_cpu_blocks=24, max_delay=9, num_priorities=2, mode=SWAP),
     Params(64, 2, 24, 20, 28, num_cpu_blocks=40, max_delay=4, num_priorities=2),
+    Params(16, 4, 16, 24, 16, num_cpu_blocks=12, max_delay=6, write_behind=2),
+    Params(32, 4, 32, 40, 24, num_cpu_blocks=30, max_delay=3, num_priorities=2, mode=SWAP, write_behind=8),
+    Params(48, 2, 24, 20, 28, is_hash_poor=True, num_cpu_blocks=40, max_delay=2, mode=SWAP, write_behind=1),
+    Params(32, 4, 16, 24, 20, num_cpu_blocks=16, max_delay=3, write_behind=2, is_sampling=True),
 ]
 
 # What must have happened in a run, or it has shown nothing.
@@ -86,7 +93,8 @@ SWAP_EVENTS = {
     "swapped", "swapped out", "swapped in", "CPU tier full", "damaged", "no memory",
     "aborted swapping out", "aborted swapped", "aborted swapping in", "sat out",
 }  # fmt: skip
-SWAP_CACHE_EVENTS = {"copied fewer out", "copied fewer in"}
+SWAP_CACHE_EVENTS = {"copied fewer out", "copied fewer in", "hit in the CPU tier"}
+WRITE_BEHIND_EVENTS = {"written behind", "copied at most one out", "preempted while written behind"}
 
 
 class RandomLife:
@@ -113,6 +121,7 @@ class RandomLife:
             # last one is, and of what lies where already.
             swap_bytes_per_s=2.3,
             prefill_tokens_per_s=1.0,
+            write_behind_blocks=params.write_behind,
         )
         cache = CacheConfig(
             params.num_blocks,
@@ -122,6 +131,8 @@ class RandomLife:
             kv_block_bytes=params.block_size,
         )
         kv = KVCacheManager(cache, poor_hash if params.is_hash_poor else chain_hash)
+        if params.is_sampling:
+            kv.sampler = HitSampler(window=20, min_hit_rate=0.2)
         # The model of one tenant is not that of the other: a shared block would change tokens.
         faults = CopyFaults(self.rng, params.max_delay, p_damaged=0.04, p_no_memory=0.03)
         self.driver = Driver(Scheduler(config, cache, kv), lambda seq_id: seq_id.split("-")[0], faults)
@@ -164,6 +175,7 @@ class RandomLife:
             generated_token_ids=tokens[:num_before],
             priority=rng.randrange(params.num_priorities),
             tenant=tenant,
+            use_prefix_cache=rng.random() < 0.9,
             arrival_s=self.driver.now,
             deadline_s=self.driver.now + rng.randrange(200) if rng.random() < 0.3 else None,
         )
@@ -226,15 +238,23 @@ class RandomLife:
         stats = scheduler.stats()
         events["swapped"] += stats.num_preemptions_swap - before.num_preemptions_swap
         events["CPU tier full"] += stats.num_full_tier_recomputes - before.num_full_tier_recomputes
+        num_written = stats.num_written_behind_blocks - before.num_written_behind_blocks
+        assert num_written <= self.params.write_behind
+        events["written behind"] += num_written
+        events["takes samples" if scheduler.kv.sampler.is_sampling else "follows all"] += 1
+        events["hit in the CPU tier"] += stats.prefix_tier_hit_tokens > before.prefix_tier_hit_tokens
         num_chunks = {chunk.seq_id for chunk in output.chunks}
         is_spent = output.num_tokens == scheduler.config.max_num_batched_tokens
         events["sat out"] += not is_spent and any(seq.seq_id not in num_chunks for seq in scheduler.running)
         for seq in scheduler.moving.values():
+            is_out = seq.status is SequenceStatus.SWAPPING_OUT
+            events["preempted while written behind"] += is_out and seq.num_transfers > 1
             moved = [transfer for transfer in (*output.swap_outs, *output.swap_ins) if self.waits(seq, transfer)]
             for transfer in moved:
                 direction = seq.status.name.removeprefix("SWAPPING_").lower()
                 events[f"swapped {direction}"] += 1
                 events[f"copied fewer {direction}"] += len(transfer.copies) < len(seq.cpu_table)
+                events[f"copied at most one {direction}"] += len(transfer.copies) == 1 < len(seq.cpu_table)
 
     def waits(self, seq: Sequence, transfer: Transfer) -> bool:
         swap = self.driver.scheduler.kv.swap
@@ -275,6 +295,10 @@ def live(params: Params, seed: int, num_steps: int) -> None:
         wanted = EVENTS | (CACHE_EVENTS if params.is_caching else set())
         if params.num_cpu_blocks:
             wanted |= SWAP_EVENTS | (SWAP_CACHE_EVENTS if params.is_caching and not params.is_hash_poor else set())
+        if params.is_sampling:
+            wanted |= {"takes samples", "follows all"}
+        if params.write_behind:
+            wanted |= WRITE_BEHIND_EVENTS
         missing = {event for event in wanted if not life.events[event]}
         assert not missing, f"{missing} never came: this run has not seen it all: {dict(life.events)}"
     except AssertionError as error:
@@ -282,7 +306,7 @@ def live(params: Params, seed: int, num_steps: int) -> None:
         raise
 
 
-@pytest.mark.parametrize("index", [0, 3, 6, 7, 14, 15, 17])
+@pytest.mark.parametrize("index", [0, 3, 6, 7, 14, 15, 17, 18, 20, 21])
 def test_a_random_life_keeps_every_invariant_and_every_token(index: int) -> None:
     live(PARAMS[index], random.randrange(10**6), num_steps=4_000)
 
