@@ -12,13 +12,15 @@ from scheduler.sampling_params import SamplingParams
 class FinishReason(StrEnum):
     """Why a sequence ended. The wire calls the first three by these names.
 
-    No SequenceOutput says ABORTED: whoever aborts a sequence knows, and hears no more of it.
+    No SequenceOutput says ABORTED: whoever aborts a sequence knows, and hears no more of it. DEADLINE: its time was
+    up, or would have been before its next token.
     """
 
     STOP = "stop"
     EOS = "eos"
     LENGTH = "length"
     ABORTED = "aborted"
+    DEADLINE = "deadline"
     ERROR = "error"
 
 
@@ -168,6 +170,9 @@ class SchedulerStats:
     The counters from `num_preemptions_recompute` on only grow. `num_missing_blocks` are the blocks that allocation
     found missing for running sequences, summed over steps; `num_full_tier_recomputes` the preemptions that would have
     swapped, had the CPU tier had room; `num_damaged_blocks` were found with a wrong checksum, and recomputed.
+    `num_overdue` are the sequences that were dropped for their deadline.
+
+    `num_allowed_seqs` may run at present: `max_num_seqs`, or what the target of the time between tokens allows.
     """
 
     num_running: int
@@ -193,3 +198,5 @@ class SchedulerStats:
     num_cpu_blocks: int = 0
     num_used_cpu_blocks: int = 0
     num_transfers: int = 0
+    num_overdue: int = 0
+    num_allowed_seqs: int = 0
