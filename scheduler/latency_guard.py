@@ -41,7 +41,10 @@ class LatencyGuard:
         self._max_num_tokens = max_num_tokens
         self._num_good = 0
         self._num_slow = 0
+        # The last step in which nothing but decodes ran, and what a token of a prompt took in the last one with both.
         self._decode_s = 0.0
+        self._num_decodes = 1
+        self._prompt_token_s = 0.0
         self._is_decoding = False
         is_off = target_ms is None
         self.num_seqs = max_num_seqs if is_off else min(FIRST_NUM_SEQS, max_num_seqs)
@@ -51,7 +54,12 @@ class LatencyGuard:
         """The token budget of the next step, if `num_running` sequences run. All of it where none of them decodes."""
         if not self._is_decoding or num_running == 0:
             return self._max_num_tokens
-        return min(self._max_num_tokens, num_running + self.num_prompt_tokens)
+        num_prompt_tokens = self.num_prompt_tokens
+        if self._prompt_token_s > 0:
+            # More decodes than there were take no more than their share of what those took.
+            decode_s = self._decode_s * max(1.0, num_running / self._num_decodes)
+            num_prompt_tokens = min(num_prompt_tokens, int((self._aim_s - decode_s) / self._prompt_token_s))
+        return min(self._max_num_tokens, num_running + max(LEAST_NUM_TOKENS, num_prompt_tokens))
 
     def observe(self, step_s: float, num_tokens: int, num_sequences: int, num_decoding: int) -> None:
         """A step of `num_tokens` tokens of `num_sequences` sequences took `step_s` seconds.
@@ -62,7 +70,7 @@ class LatencyGuard:
             return
         self._is_decoding = num_decoding > 0
         if num_tokens == num_sequences:
-            self._decode_s = step_s
+            self._decode_s, self._num_decodes = step_s, max(1, num_sequences)
         if num_decoding == 0 or step_s <= 0:
             return
         if num_tokens == num_sequences:
@@ -92,6 +100,7 @@ class LatencyGuard:
         room_s, taken_s = self._aim_s - decode_s, step_s - decode_s
         factor = max(0.0, min(2.0, room_s / taken_s)) if taken_s > 0 else 2.0
         wanted = int(num_tokens * factor)
+        self._prompt_token_s = taken_s / num_tokens
         if step_s > self._aim_s:
             self.num_prompt_tokens = max(LEAST_NUM_TOKENS, min(self.num_prompt_tokens, wanted))
         else:

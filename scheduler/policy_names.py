@@ -25,7 +25,7 @@ def parse_policy(text: str) -> tuple[PolicyName, ...]:
     known = [name.value for name in PolicyName]
     if bad := [word for word in words if word not in known]:
         raise InvalidConfigError(
-            f"scheduling_policy has {bad[0]!r}: use one or more of {', '.join(known)} with commas between them"
+            f"scheduling_policy names {bad[0]!r}: use one or more of {', '.join(known)} with commas between them"
         )
     names = tuple([PolicyName(word) for word in words])
     if len(set(names)) < len(names):

@@ -19,6 +19,7 @@ class EngineRequest:
     `generated_ids` are tokens that an earlier attempt already produced: generation goes on after them.
     `seed` is used where `sampling.seed` is None. Only requests of one tenant and one cache_salt share cached prefixes.
     priority: larger is more important.
+    deadline_in_s: seconds from when the engine gets it; None is no limit.
     """
 
     seq_id: str
@@ -29,6 +30,7 @@ class EngineRequest:
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
+    deadline_in_s: float | None = None
 
 
 class Runner(Protocol):
@@ -74,6 +76,7 @@ class Engine:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a sequence. Raises InvalidPromptError, PromptTooLongError or DuplicateSequenceError."""
+        now = self._clock()
         self.scheduler.add(
             Sequence(
                 seq_id=request.seq_id,
@@ -84,7 +87,8 @@ class Engine:
                 priority=request.priority,
                 tenant=request.tenant,
                 cache_salt=request.cache_salt,
-                arrival_s=self._clock(),
+                arrival_s=now,
+                deadline_s=None if request.deadline_in_s is None else now + request.deadline_in_s,
             )
         )
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from scheduler.policy_names import DEFAULT_POLICY
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -15,6 +17,9 @@ class EngineConfig:
     swap_space_gib, num_swap_blocks: size of the CPU tier that preempted sequences are swapped to, in one or the other
         unit; both None: 4 GiB on CUDA, none on the CPU, where it would be the same memory as the KV cache.
     preemption_mode: auto, swap or recompute.
+    scheduling_policy: the order of sequences, one or more of fcfs, priority, deadline and fair with commas between.
+    scheduler_delay_factor: prompts wait up to that many times a decode step for others to fill a step with.
+    target_itl_ms: what a step with decodes may take; None is no limit.
     check_invariants: `step` checks every invariant of the scheduler after each step, `idle` when no work is left.
     """
 
@@ -32,6 +37,9 @@ class EngineConfig:
     swap_space_gib: float | None = None
     num_swap_blocks: int | None = None
     preemption_mode: str = "auto"
+    scheduling_policy: str = DEFAULT_POLICY
+    scheduler_delay_factor: float = 0.0
+    target_itl_ms: float | None = None
     num_threads: int | None = None
     check_invariants: str = "off"
 

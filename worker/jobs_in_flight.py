@@ -78,7 +78,7 @@ class JobsInFlight:
                 deaths = f"the engine died {job.num_engine_deaths} times while it ran this job"
                 self.end(job, JobError(ErrorCode.POISON, deaths))
             elif self.engine is not None:
-                self.engine.add(job.engine_request())
+                self.engine.add(job.engine_request(self._links.clock.now_ms()))
 
     def _observe_tokens(self, job: Job, num_tokens: int, now_ms: int) -> None:
         times = job.times

@@ -336,6 +336,9 @@ def make_engine(settings: Settings, progress: ProgressCallback | None) -> Engine
         swap_space_gib=settings.swap_space_gib,
         num_swap_blocks=settings.num_swap_blocks,
         preemption_mode=settings.preemption_mode,
+        scheduling_policy=settings.scheduling_policy,
+        scheduler_delay_factor=settings.scheduler_delay_factor,
+        target_itl_ms=settings.target_itl_ms,
         num_threads=settings.num_threads,
         check_invariants=settings.check_invariants,
     )

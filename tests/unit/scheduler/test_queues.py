@@ -11,7 +11,6 @@ from scheduler.sequence import Sequence
 from scheduler.waiting_queue import WaitingQueue
 from tests.unit.scheduler.makers import make_seq
 
-
 POLICY = Policy(parse_policy("priority,deadline"), num_blocks=1)
 
 
