@@ -77,7 +77,7 @@ def test_a_bad_value_is_refused_with_its_name_and_what_is_accepted(flags: dict[s
         ({"num_swap_blocks": "0", "preemption_mode": "swap"}, "preemption_mode is swap and the swap space 0"),
         ({"scheduling_policy": "fifo"}, "use one or more of fcfs, priority, deadline, fair with commas"),
         ({"scheduling_policy": "fair,fair"}, "--scheduling-policy is 'fair,fair': name each rule once"),
-        ({"scheduler_delay_factor": "-1"}, "use 0 or more"),
+        ({"scheduler_delay_factor": "-1"}, "use 0.0 or more"),
         ({"target_itl_ms": "0"}, "use more than 0"),
         ({"result_ttl_ms": "9000000"}, "must not fall in this order"),
         ({"run_ttl_ms": "3600000", "lease_ms": "3600000"}, "must be longer than lease_ms"),
