@@ -79,12 +79,12 @@ PARAMS = [
     Params(32, 4, 32, 20, 20, is_hash_poor=True, num_cpu_blocks=24, max_delay=9, num_priorities=2, mode=SWAP),
     Params(64, 2, 24, 20, 28, num_cpu_blocks=40, max_delay=4, num_priorities=2),
     # Each order on its own, and with the waits and limits that only the time of a step brings about.
-    Params(12, 4, 16, 24, 14, num_cpu_blocks=9, max_delay=5, policy="fcfs"),
-    Params(12, 4, 16, 24, 14, num_cpu_blocks=9, max_delay=5, policy="priority", num_priorities=3),
-    Params(12, 4, 16, 24, 14, num_cpu_blocks=9, max_delay=5, policy="deadline"),
-    Params(12, 4, 16, 24, 14, num_cpu_blocks=9, max_delay=5, policy="fair"),
-    Params(16, 4, 16, 24, 16, num_cpu_blocks=9, max_delay=5, policy="fair,priority", num_priorities=2, delay_factor=3),
-    Params(12, 4, 32, 24, 24, num_cpu_blocks=9, max_delay=5, target_itl_ms=800, delay_factor=0.5),
+    Params(64, 2, 24, 20, 28, num_cpu_blocks=28, max_delay=4, policy="fcfs"),
+    Params(64, 2, 24, 20, 28, num_cpu_blocks=28, max_delay=4, policy="priority", num_priorities=3),
+    Params(64, 2, 24, 20, 28, num_cpu_blocks=28, max_delay=4, policy="deadline"),
+    Params(64, 2, 24, 20, 28, num_cpu_blocks=28, max_delay=4, policy="fair"),
+    Params(64, 2, 24, 20, 28, num_cpu_blocks=28, max_delay=4, policy="fair,priority", num_priorities=2, delay_factor=3),
+    Params(64, 2, 24, 20, 28, num_cpu_blocks=28, max_delay=4, target_itl_ms=800, delay_factor=0.5),
 ]
 
 # What must have happened in a run, or it has shown nothing.
@@ -99,6 +99,9 @@ SWAP_EVENTS = {
     "aborted swapping out", "aborted swapped", "aborted swapping in", "sat out",
     "overdue swapping out", "overdue swapped", "overdue swapping in",
 }  # fmt: skip
+# Too rare to be sure of in a short run.
+RARE_EVENTS = {"overdue preempted", "overdue prefilling", "overdue swapping in"}
+LONG_RUN = 20_000
 SWAP_CACHE_EVENTS = {"copied fewer out", "copied fewer in"}
 
 
@@ -313,6 +316,8 @@ def live(params: Params, seed: int, num_steps: int) -> None:
         wanted = EVENTS | (CACHE_EVENTS if params.is_caching else set())
         if params.num_cpu_blocks:
             wanted |= SWAP_EVENTS | (SWAP_CACHE_EVENTS if params.is_caching and not params.is_hash_poor else set())
+        if num_steps < LONG_RUN:
+            wanted -= RARE_EVENTS
         missing = {event for event in wanted if not life.events[event]}
         assert not missing, f"{missing} never came: this run has not seen it all: {dict(life.events)}"
     except AssertionError as error:
@@ -329,4 +334,4 @@ def test_a_random_life_keeps_every_invariant_and_every_token(index: int) -> None
 @pytest.mark.timeout(1_200)
 @pytest.mark.parametrize("index", range(len(PARAMS)))
 def test_a_long_random_life_keeps_every_invariant_and_every_token(index: int) -> None:
-    live(PARAMS[index], random.randrange(10**6), num_steps=20_000)
+    live(PARAMS[index], random.randrange(10**6), num_steps=LONG_RUN)
