@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from scheduler.errors import InvalidConfigError
+from scheduler.policy_names import DEFAULT_POLICY, parse_policy
 
 
 class PreemptionMode(StrEnum):
@@ -54,6 +55,10 @@ class SchedulerConfig:
     recomputing; as long as either is None, it swaps.
     `write_behind_blocks` are the blocks of likely victims that a step may begin to copy to the CPU tier; 0: none.
 
+    `scheduling_policy` is the order of sequences, as `priority,deadline,fair`: see `policy`. With
+    `scheduler_delay_factor` prompts wait up to that many times a decode step for others to fill theirs. `target_itl_ms`
+    is what a step with decodes may take: so many run, and so much of prompts is computed beside them, as keeps to it.
+
     Raises InvalidConfigError.
     """
 
@@ -65,6 +70,9 @@ class SchedulerConfig:
     swap_bytes_per_s: float | None = None
     prefill_tokens_per_s: float | None = None
     write_behind_blocks: int = 0
+    scheduling_policy: str = DEFAULT_POLICY
+    scheduler_delay_factor: float = 0.0
+    target_itl_ms: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
@@ -77,3 +85,4 @@ class SchedulerConfig:
             rate = getattr(self, name)
             if rate is not None and rate <= 0:
                 raise InvalidConfigError(f"{name} is {rate}: use a number above 0, or None where it is not known")
+        parse_policy(self.scheduling_policy)

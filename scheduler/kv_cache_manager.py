@@ -65,6 +65,13 @@ class KVCacheManager:
         """Cached blocks that `seq`, which has none yet, could begin with. At least one token is left to compute."""
         return self.prefix_cache.find(seq) if self.prefix_cache is not None and self._follows(seq) else []
 
+    def num_found_tokens(self, seq: Sequence) -> int:
+        """Tokens that `seq`, which has no blocks yet, need not compute if it is admitted now: found in either tier."""
+        return max(len(self.find_prefix(seq)), len(self._find_in_tier(seq))) * self.block_size
+
+    def _find_in_tier(self, seq: Sequence) -> list[Block]:
+        return self.swap.find_prefix(seq) if self.swap is not None and self._follows(seq) else []
+
     def _follows(self, seq: Sequence) -> bool:
         """Whether blocks of `seq` are looked up and entered. Decided once, but for one that was preempted: all are."""
         if not seq.use_prefix_cache:
@@ -180,7 +187,7 @@ class KVCacheManager:
         `hit` is what `find_prefix` has found; there are enough free blocks. SWAPPING_IN afterwards: the rest of it is
         computed when the copies have ended.
         """
-        found = self.swap.find_prefix(seq) if self.swap is not None and self._follows(seq) else []
+        found = self._find_in_tier(seq)
         if self.swap is None or len(found) <= len(hit):
             return False
         self.swap.adopt(seq, found)

@@ -12,13 +12,15 @@ from scheduler.sampling_params import SamplingParams
 class FinishReason(StrEnum):
     """Why a sequence ended. The wire calls the first three by these names.
 
-    No SequenceOutput says ABORTED: whoever aborts a sequence knows, and hears no more of it.
+    No SequenceOutput says ABORTED: whoever aborts a sequence knows, and hears no more of it. DEADLINE: its time was
+    up, or would have been before its next token.
     """
 
     STOP = "stop"
     EOS = "eos"
     LENGTH = "length"
     ABORTED = "aborted"
+    DEADLINE = "deadline"
     ERROR = "error"
 
 
@@ -179,6 +181,9 @@ class SchedulerStats:
     `num_written_behind_blocks` were copied to the CPU tier before anybody was preempted, and are not among the swapped;
     `prefix_tier_hit_tokens` were found in the CPU tier, and are hits like the others;
     `num_step_splits` are the times that memory ran out in a step, so that it was computed in parts.
+    `num_overdue` are the sequences that were dropped for their deadline.
+
+    `num_allowed_seqs` may run at present: `max_num_seqs`, or what the target of the time between tokens allows.
     """
 
     num_running: int
@@ -208,3 +213,5 @@ class SchedulerStats:
     num_written_behind_blocks: int = 0
     written_behind_bytes: int = 0
     prefix_tier_hit_tokens: int = 0
+    num_overdue: int = 0
+    num_allowed_seqs: int = 0

@@ -20,6 +20,7 @@ class EngineRequest:
     `seed` is used where `sampling.seed` is None. Only requests of one tenant and one cache_salt share cached prefixes.
     priority: larger is more important.
     use_prefix_cache: it may begin with blocks that others have computed, and they with its own.
+    deadline_in_s: seconds from when the engine gets it; None is no limit.
     """
 
     seq_id: str
@@ -31,6 +32,7 @@ class EngineRequest:
     tenant: str = ""
     cache_salt: str = ""
     use_prefix_cache: bool = True
+    deadline_in_s: float | None = None
 
 
 class Runner(Protocol):
@@ -76,6 +78,7 @@ class Engine:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a sequence. Raises InvalidPromptError, PromptTooLongError or DuplicateSequenceError."""
+        now = self._clock()
         self.scheduler.add(
             Sequence(
                 seq_id=request.seq_id,
@@ -87,7 +90,8 @@ class Engine:
                 tenant=request.tenant,
                 cache_salt=request.cache_salt,
                 use_prefix_cache=request.use_prefix_cache,
-                arrival_s=self._clock(),
+                arrival_s=now,
+                deadline_s=None if request.deadline_in_s is None else now + request.deadline_in_s,
             )
         )
 

@@ -115,6 +115,9 @@ def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, Engi
             swap_bytes_per_s=swap_rate,
             prefill_tokens_per_s=prefill_rate,
             write_behind_blocks=_num_write_behind_blocks(config, block_bytes),
+            scheduling_policy=config.scheduling_policy,
+            scheduler_delay_factor=config.scheduler_delay_factor,
+            target_itl_ms=config.target_itl_ms,
         ),
         CacheConfig(
             num_blocks=num_blocks,

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from scheduler.policy_names import DEFAULT_POLICY
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -17,6 +19,9 @@ class EngineConfig:
     preemption_mode: auto, swap or recompute.
     write_behind_mib: how much of likely victims' blocks a step may begin to copy to the CPU tier; 0 turns it off.
     deterministic: refuse to start where a sequence's tokens could depend on who shares its batch.
+    scheduling_policy: the order of sequences, one or more of fcfs, priority, deadline and fair with commas between.
+    scheduler_delay_factor: prompts wait up to that many times a decode step for others to fill a step with.
+    target_itl_ms: what a step with decodes may take; None is no limit.
     check_invariants: `step` checks every invariant of the scheduler after each step, `idle` when no work is left.
     """
 
@@ -35,6 +40,9 @@ class EngineConfig:
     num_swap_blocks: int | None = None
     preemption_mode: str = "auto"
     write_behind_mib: float = 16.0
+    scheduling_policy: str = DEFAULT_POLICY
+    scheduler_delay_factor: float = 0.0
+    target_itl_ms: float | None = None
     num_threads: int | None = None
     check_invariants: str = "off"
     deterministic: bool = False

@@ -167,7 +167,7 @@ class Intake:
             return
         job.writer.token((), generation.take_text())
         self._table.enter_engine(job)
-        self._add_to_engine(job.engine_request())
+        self._add_to_engine(job.engine_request(self._links.clock.now_ms()))
 
     async def _request_of(self, job: Job) -> GenerateRequest:
         limits, envelope = self._links.limits, job.envelope

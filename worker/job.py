@@ -5,7 +5,7 @@ from typing import Any
 
 from scheduler.output import FinishReason, SequenceOutput
 from worker.engine import EngineRequest
-from worker.errors import ErrorCode, JobError
+from worker.errors import ErrorCode, JobError, deadline_exceeded
 from worker.generation import Generation
 from worker.protocol import GenerateRequest, JobEnvelope
 from worker.streams.leases import Entry
@@ -56,10 +56,11 @@ class Job:
         self.is_over = False
         self.outcome = ""
 
-    def engine_request(self) -> EngineRequest:
-        """What the engine is asked: the prompt, and after it what is already generated."""
+    def engine_request(self, now_ms: int) -> EngineRequest:
+        """What the engine is asked: the prompt, and after it what is already generated; in the time that is left."""
         assert self.request is not None, f"{self.envelope.id}: no request yet"
         assert self.generation is not None, f"{self.envelope.id}: no generation yet"
+        deadline_ms = self.envelope.deadline_ms
         return EngineRequest(
             seq_id=self.seq_id,
             prompt_ids=self.prompt_ids,
@@ -69,6 +70,7 @@ class Job:
             priority=self.request.priority,
             tenant=self.request.tenant,
             cache_salt=self.request.cache_salt,
+            deadline_in_s=None if deadline_ms is None else (deadline_ms - now_ms) / 1000,
         )
 
     def absorb(self, output: SequenceOutput, now_ms: int, names: WorkerNames) -> bool:
@@ -79,6 +81,10 @@ class Job:
             reason = output.error or "the engine can't go on with this job"
             code = ErrorCode.OUT_OF_MEMORY if output.is_out_of_memory else ErrorCode.ENGINE_ERROR
             self.fail(JobError(code, reason), now_ms)
+            return False
+        if output.finish_reason is FinishReason.DEADLINE:
+            was_begun = output.stats is not None and output.stats.first_scheduled_s is not None
+            self.fail(deadline_exceeded("running" if was_begun else "queued"), now_ms)
             return False
         if output.new_token_ids:
             self.times.first_token_ms = self.times.first_token_ms or now_ms

@@ -82,7 +82,7 @@ class JobsInFlight:
         self._metrics.engine_restarted()
         for job in self._table.in_engine():
             if self.engine is not None:
-                self.engine.add(job.engine_request())
+                self.engine.add(job.engine_request(self._links.clock.now_ms()))
 
     def _observe_tokens(self, job: Job, num_tokens: int, now_ms: int) -> None:
         times = job.times

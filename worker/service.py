@@ -342,6 +342,9 @@ def make_engine(settings: Settings, progress: ProgressCallback | None) -> Engine
         preemption_mode=settings.preemption_mode,
         write_behind_mib=settings.write_behind_mib,
         deterministic=settings.deterministic,
+        scheduling_policy=settings.scheduling_policy,
+        scheduler_delay_factor=settings.scheduler_delay_factor,
+        target_itl_ms=settings.target_itl_ms,
         num_threads=settings.num_threads,
         check_invariants=settings.check_invariants,
     )

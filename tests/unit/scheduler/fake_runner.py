@@ -195,7 +195,10 @@ class FakeRunner:
 
 
 class Driver:
-    """A scheduler, a runner and a clock of one second a step, stepped with all invariants checked."""
+    """A scheduler, a runner and a clock of one second a step, stepped with all invariants checked.
+
+    Of that second computing takes `step_s`.
+    """
 
     def __init__(
         self,
@@ -206,6 +209,7 @@ class Driver:
         self.scheduler = scheduler
         self.runner = FakeRunner(scheduler.kv.block_size, root_of, faults)
         self.now = 0.0
+        self.step_s = 0.0
         self.generated: dict[str, list[int]] = {}
         self.ends: dict[str, SequenceOutput] = {}
         self.last_output: SchedulerOutput | None = None
@@ -230,7 +234,7 @@ class Driver:
         if between is not None:
             between(output)
             check(scheduler)
-        outputs = scheduler.update(output, runner_output, self.now)
+        outputs = scheduler.update(output, runner_output, self.now + self.step_s)
         check(scheduler)
         for seq_output in outputs:
             assert seq_output.seq_id not in self.ends, f"{seq_output.seq_id} speaks after its end"
