@@ -77,13 +77,17 @@ def test_wrong_shapes_and_dtypes_are_refused_by_name() -> None:
         layer(matrix(2, 4).double())
 
 
-def test_threads_that_call_at_once_do_not_disturb_each_other() -> None:
+def test_threads_that_call_at_once_do_not_disturb_each_other(kernels_in_use: str) -> None:
+    """Bit for bit with the compiled products; torch's own depend on how many threads the calling one may use."""
     layer, x = PackedLinear(matrix(960, 576)), matrix(9, 576, seed=1)
     wanted = layer(x)
     results: list[bool] = []
 
     def call() -> None:
-        results.extend(torch.equal(layer(x), wanted) for _ in range(30))
+        for _ in range(30):
+            result = layer(x)
+            is_compiled = kernels_in_use == "compiled"
+            results.append(torch.equal(result, wanted) if is_compiled else error(result, wanted) < 1e-6)
 
     threads = [threading.Thread(target=call) for _ in range(3)]
     for thread in threads:
