@@ -6,6 +6,8 @@ from scheduler.sequence import Sequence
 
 # A sequence is a likely victim if the free blocks may run out within so many steps.
 HORIZON_STEPS = 64
+# How much all will grow is added up anew every so many steps only: it costs a walk over all that run.
+STEPS_BETWEEN_ESTIMATES = 8
 
 
 class WriteBehind:
@@ -23,6 +25,8 @@ class WriteBehind:
     def __init__(self, kv: KVCacheManager, num_blocks: int) -> None:
         self._kv = kv
         self._num_blocks = num_blocks
+        self._num_growth_blocks = 0
+        self._num_steps_left = 0
 
     def begin(self, running: RunningQueue) -> None:
         """Begin the copies of this step, if nothing of an earlier one is on its way.
@@ -48,11 +52,11 @@ class WriteBehind:
 
     def _likely_victims(self, running: RunningQueue) -> list[Sequence]:
         """Those, the likeliest first, whose blocks are needed if all grow for HORIZON_STEPS; never the leader."""
-        kv = self._kv
-        num_wanted = -kv.num_available_blocks
-        for seq in running:
-            num_tokens = min(len(seq.token_ids) + HORIZON_STEPS, seq.max_num_tokens - 1)
-            num_wanted += max(0, kv.num_blocks_for(num_tokens) - len(seq.block_table))
+        if self._num_steps_left == 0:
+            self._num_steps_left = STEPS_BETWEEN_ESTIMATES
+            self._num_growth_blocks = sum([self._num_growth_blocks_of(seq) for seq in running])
+        self._num_steps_left -= 1
+        num_wanted = self._num_growth_blocks - self._kv.num_available_blocks
         victims = []
         for index in range(len(running) - 1, 0, -1):
             if num_wanted <= 0:
@@ -60,3 +64,7 @@ class WriteBehind:
             victims.append(running[index])
             num_wanted -= len(running[index].block_table)
         return victims
+
+    def _num_growth_blocks_of(self, seq: Sequence) -> int:
+        num_tokens = min(len(seq.token_ids) + HORIZON_STEPS, seq.max_num_tokens - 1)
+        return max(0, self._kv.num_blocks_for(num_tokens) - len(seq.block_table))
