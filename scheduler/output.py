@@ -168,6 +168,9 @@ class SchedulerStats:
     The counters from `num_preemptions_recompute` on only grow. `num_missing_blocks` are the blocks that allocation
     found missing for running sequences, summed over steps; `num_full_tier_recomputes` the preemptions that would have
     swapped, had the CPU tier had room; `num_damaged_blocks` were found with a wrong checksum, and recomputed.
+
+    `num_saved_blocks` are the blocks that sharing saves now: so many more were taken if each sequence had its own.
+    `num_forks` and `num_copied_blocks` (copied before a write, since others hold them too) only grow.
     """
 
     num_running: int
@@ -193,3 +196,6 @@ class SchedulerStats:
     num_cpu_blocks: int = 0
     num_used_cpu_blocks: int = 0
     num_transfers: int = 0
+    num_saved_blocks: int = 0
+    num_forks: int = 0
+    num_copied_blocks: int = 0

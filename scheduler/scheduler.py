@@ -97,12 +97,14 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Take a sequence on. It is this scheduler's until it ends.
 
-        Raises DuplicateSequenceError, and PromptTooLongError where prompt and `max_tokens` could never fit, even
-        with nothing else running. A resumed sequence that lacks nothing ends with the next `update`.
+        Raises DuplicateSequenceError, PromptTooLongError where prompt and `max_tokens` could never fit, even with
+        nothing else running, and InvalidPromptError where its family has another prompt. A resumed sequence that lacks nothing ends with the next `update`.
         """
         if seq.seq_id in self._seqs:
             raise DuplicateSequenceError(f"sequence {seq.seq_id} is running or waiting already: give it another id")
         seq.max_num_tokens = self._max_num_tokens_of(seq)
+        if seq.family is not None:
+            seq.family.join(seq)
         seq.serial = next(self._serials)
         self._seqs[seq.seq_id] = seq
         reason = finish_reason(seq, self.config.eos_token_ids)
@@ -218,7 +220,14 @@ class Scheduler:
             num_cpu_blocks=0 if swap is None else swap.pool.num_blocks,
             num_used_cpu_blocks=0 if swap is None else swap.pool.num_blocks - swap.pool.num_free,
             num_transfers=0 if swap is None else len(swap.flights),
+            num_saved_blocks=self._num_saved_blocks(),
+            num_forks=kv.num_forks,
+            num_copied_blocks=kv.num_copied_blocks,
         )
+
+    def _num_saved_blocks(self) -> int:
+        num_in_tables = sum([len(seq.block_table) for seq in chain(self.running, self.moving.values())])
+        return num_in_tables - (self.kv.num_owned_blocks - self.kv.num_leaving_blocks)
 
     def _max_num_tokens_of(self, seq: Sequence) -> int:
         limit = self.max_num_tokens
@@ -295,6 +304,8 @@ class Scheduler:
                 break
             if len(passed) == MAX_PASSED or any(other.num_passes == MAX_PASSES for other in passed):
                 break
+            if seq.family is not None and seq.family.is_awaited_by(seq):
+                continue
             if adder.try_admit(seq, is_alone=num_admitted == 0 and not self.kv.has_transfers):
                 admitted.append(seq)
                 num_admitted += 1
@@ -345,6 +356,8 @@ class Scheduler:
         """
         self._remove_row(seq)
         self.kv.free(seq)
+        if seq.family is not None:
+            seq.family.leave(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
         del self._seqs[seq.seq_id]

@@ -7,6 +7,7 @@ from typing import Final
 
 from scheduler.block_table import BlockTable
 from scheduler.errors import InvalidPromptError
+from scheduler.family import Family
 from scheduler.output import FinishReason, SequenceStats
 from scheduler.sampling_params import SamplingParams
 
@@ -58,6 +59,7 @@ class Sequence:
     seed: the resolved seed of its draws.
     priority: larger is more important.
     tenant, adapter, cache_salt: only sequences that agree in all three share cached prefixes.
+    family: those that share its prompt, if there are any; it joins them when a scheduler takes it on.
     arrival_s, deadline_s: seconds of the clock whose readings the scheduler is passed.
 
     Raises InvalidPromptError for a prompt without tokens, or with ids that don't fit 31 bits. (Whether an id
@@ -73,6 +75,7 @@ class Sequence:
         "cache_salt",
         "cpu_table",
         "deadline_s",
+        "family",
         "finish_reason",
         "first_scheduled_s",
         "first_token_s",
@@ -113,6 +116,7 @@ class Sequence:
         tenant: str = "",
         adapter: str = "",
         cache_salt: str = "",
+        family: Family | None = None,
         arrival_s: float = 0.0,
         deadline_s: float | None = None,
     ) -> None:
@@ -128,6 +132,7 @@ class Sequence:
         self.tenant: Final = tenant
         self.adapter: Final = adapter
         self.cache_salt: Final = cache_salt
+        self.family: Final = family
         self.arrival_s: Final = arrival_s
         self.deadline_s: Final = deadline_s
 
