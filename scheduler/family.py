@@ -55,9 +55,7 @@ class Family:
         """Whether `seq` should wait, since another member is computing the prompt right now and none has it yet."""
         if seq.num_swapped_tokens > 0 or self.source(seq) is not None:
             return False
-        return any(
-            [member.has_row and member.num_computed_tokens < member.num_prompt_tokens for member in self.members]
-        )
+        return any(member.has_row and member.num_computed_tokens < member.num_prompt_tokens for member in self.members)
 
 
 def choice_seed(seed: int, index: int) -> int:

@@ -119,7 +119,7 @@ def check_queues(scheduler: Scheduler) -> None:
 
 
 def check_running(scheduler: Scheduler, seq: Sequence) -> None:
-    """Computed ≤ known tokens; no block beyond the one its last token lies in; what is shared is sealed, or copied next.
+    """Computed ≤ known tokens; no block beyond that of its last token; what is shared is sealed, or copied next.
 
     Only a family shares a block that is not full: whose next chunk writes to it copies it before that.
     """

@@ -9,6 +9,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_SEED = 2**63 - 1
+MAX_CHOICES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class SamplingParams:
     stop_token_ids: generation ends at one of these tokens; its id is reported, its text is not part of the reply
         (unless `include_stop`).
     ignore_eos: the checkpoint's end-of-sequence tokens don't end generation.
+    n: choices of one prompt, each a sequence of its own whose seed follows from `seed` and its index; choice 0 is what
+        n = 1 gives. The prompt is computed once.
 
     Raises InvalidSamplingParamsError, which names the field and what is accepted.
     """
@@ -39,6 +42,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False
     ignore_eos: bool = False
+    n: int = 1
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 100):
@@ -53,6 +57,8 @@ class SamplingParams:
             raise InvalidSamplingParamsError(
                 f"max_tokens is {self.max_tokens}: use a whole number from 1, or leave it out for all that is left"
             )
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise InvalidSamplingParamsError(f"n is {self.n}: use a whole number from 1 to {MAX_CHOICES}")
         self._check_stops()
 
     def _check_stops(self) -> None:

@@ -98,7 +98,8 @@ class Scheduler:
         """Take a sequence on. It is this scheduler's until it ends.
 
         Raises DuplicateSequenceError, PromptTooLongError where prompt and `max_tokens` could never fit, even with
-        nothing else running, and InvalidPromptError where its family has another prompt. A resumed sequence that lacks nothing ends with the next `update`.
+        nothing else running, and InvalidPromptError where its family has another prompt. A resumed sequence that
+        lacks nothing ends with the next `update`.
         """
         if seq.seq_id in self._seqs:
             raise DuplicateSequenceError(f"sequence {seq.seq_id} is running or waiting already: give it another id")

@@ -4,8 +4,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from scheduler import invariants
+from scheduler.family import Family
 from scheduler.output import ModelRunnerOutput, SchedulerOutput, SchedulerStats, SequenceOutput
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
@@ -19,6 +21,7 @@ class EngineRequest:
     `generated_ids` are tokens that an earlier attempt already produced: generation goes on after them.
     `seed` is used where `sampling.seed` is None. Only requests of one tenant and one cache_salt share cached prefixes.
     priority: larger is more important.
+    family: a name that the sequences of one request share, which have the same prompt; "" for one that is alone.
     """
 
     seq_id: str
@@ -29,6 +32,7 @@ class EngineRequest:
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
+    family: str = ""
 
 
 class Runner(Protocol):
@@ -66,6 +70,8 @@ class Engine:
         self.times = StepTimes()
         self._check = check_invariants
         self._clock = clock
+        # Each lives as long as a member.
+        self._families: WeakValueDictionary[str, Family] = WeakValueDictionary()
 
     @property
     def has_work(self) -> bool:
@@ -84,9 +90,13 @@ class Engine:
                 priority=request.priority,
                 tenant=request.tenant,
                 cache_salt=request.cache_salt,
+                family=self._family_of(request),
                 arrival_s=self._clock(),
             )
         )
+
+    def _family_of(self, request: EngineRequest) -> Family | None:
+        return self._families.setdefault(request.family, Family()) if request.family else None
 
     def abort(self, seq_id: str) -> bool:
         """Stop a sequence and free its blocks, whatever its state. False if there is no such sequence (any more)."""

@@ -47,6 +47,9 @@ class WorkerMetrics:
         self._recomputed = self._counter("pagemill_recomputed_tokens", "Tokens computed again after a preemption.")
         self._queried = self._counter("pagemill_prefix_queried_tokens", "Prompt tokens looked up in the prefix cache.")
         self._hit = self._counter("pagemill_prefix_hit_tokens", "Prompt tokens found in the prefix cache.")
+        self._saved = self._gauge("pagemill_kv_blocks_saved", "Blocks that sharing saves: n choices, equal prefixes.")
+        self._forks = self._counter("pagemill_forks", "Sequences that began in the blocks of another choice.")
+        self._copied = self._counter("pagemill_copied_blocks", "Shared blocks copied before they were written to.")
         # So that each series is there from the start: a rate over a series that appears with its first count misses it.
         for mode in ("recompute", "swap"):
             self._preemptions.labels(mode)
@@ -95,6 +98,9 @@ class WorkerMetrics:
         self._follow(self._recomputed, stats.num_recomputed_tokens)
         self._follow(self._queried, stats.prefix_queried_tokens)
         self._follow(self._hit, stats.prefix_hit_tokens)
+        self._saved.set(stats.num_saved_blocks)
+        self._follow(self._forks, stats.num_forks)
+        self._follow(self._copied, stats.num_copied_blocks)
 
     def engine_restarted(self) -> None:
         """A new engine: its totals begin at 0."""

@@ -1,10 +1,12 @@
 """The offline API: the same engine, without Redis."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from scheduler.family import choice_seed
 from scheduler.output import FinishReason
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from worker import LLM, SamplingParams
@@ -92,3 +94,53 @@ def test_what_can_not_run_is_refused_before_anything_runs(
 def test_a_missing_model_says_so_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="nowhere"):
         LLM(str(tmp_path / "nowhere"))
+
+
+def test_choices_of_a_greedy_prompt_are_all_what_one_is(llm: LLM) -> None:
+    (alone,) = llm.generate("one prompt, four answers", GREEDY)
+    (four,) = llm.generate("one prompt, four answers", replace(GREEDY, n=4))
+    assert [choice.token_ids for choice in four.choices] == [alone.token_ids] * 4
+    assert [choice.text for choice in four.choices] == [alone.text] * 4
+    assert four.text == alone.text
+    assert four.stats is not None
+    assert (four.stats.num_prompt_tokens, four.stats.num_generated_tokens) == (24, 4 * 24)
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [15, 16, 17, 40])
+def test_seeded_choices_are_those_of_single_runs_with_the_seeds_that_follow(llm: LLM, num_prompt_tokens: int) -> None:
+    prompt = list(range(1, num_prompt_tokens + 1))
+    params = SamplingParams(temperature=1.3, max_tokens=24, seed=11, ignore_eos=True)
+    num_forks = llm.engine.stats().num_forks
+    (four,) = llm.generate(prompt, replace(params, n=4))
+    assert llm.engine.stats().num_forks == num_forks + 3
+    singles = [llm.generate(prompt, replace(params, seed=choice_seed(11, index)))[0] for index in range(4)]
+    assert [choice.token_ids for choice in four.choices] == [single.token_ids for single in singles]
+    assert len({choice.token_ids for choice in four.choices}) == 4
+    assert singles[0].token_ids == llm.generate(prompt, params)[0].token_ids
+
+
+def test_choices_under_pressure_are_the_same(llm: LLM) -> None:
+    """Families that don't fit the pool of 32 blocks together are preempted, and fork again."""
+    prompts = [list(range(at, at + 60)) for at in (1, 70, 140)]
+    params = SamplingParams(temperature=1.3, max_tokens=60, seed=3, ignore_eos=True)
+    num_preempted = llm.engine.stats().num_preemptions_recompute
+    together = llm.generate(prompts, replace(params, n=6))
+    assert llm.engine.stats().num_preemptions_recompute > num_preempted
+    for prompt, completion in zip(prompts, together, strict=True):
+        for index in (0, 5):
+            (single,) = llm.generate(prompt, replace(params, seed=choice_seed(3, index)))
+            assert completion.choices[index].token_ids == single.token_ids
+    assert llm.engine.stats().num_saved_blocks == 0
+
+
+def test_a_stop_string_ends_one_choice_and_leaves_the_others(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.3, max_tokens=24, seed=5, ignore_eos=True, n=3)
+    (free,) = llm.generate("where to stop", params)
+    second = free.choices[1].text
+    stop = next(
+        second[i : i + 2] for i in range(1, 20) if all(second[i : i + 2] not in free.choices[k].text for k in (0, 2))
+    )
+    (cut,) = llm.generate("where to stop", replace(params, stop=(stop,)))
+    assert cut.choices[1].text == second[: second.index(stop)]
+    assert [cut.choices[k].text for k in (0, 2)] == [free.choices[k].text for k in (0, 2)]
+    assert [choice.finish_reason.value for choice in cut.choices] == ["length", "stop", "length"]
