@@ -203,7 +203,7 @@ def _sampling_of(body: Mapping[str, Any]) -> SamplingParams:
     for name in ("temperature", "top_p"):
         if name in body:
             params[name] = as_float(name, body[name])
-    for name in ("top_k", "max_tokens", "seed"):
+    for name in ("top_k", "max_tokens", "seed", "n"):
         if name in body:
             params[name] = as_int(name, body[name], -MAX_INT - 1, MAX_INT)
     for name in ("include_stop", "ignore_eos"):

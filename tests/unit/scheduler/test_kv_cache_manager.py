@@ -67,7 +67,7 @@ def test_the_manager_counts_what_it_was_asked_for_and_what_it_found() -> None:
 
 
 class KVCacheMachine(RuleBasedStateMachine):
-    """Begins, grows, forks, swaps, fails and frees sequences; few blocks and tokens, so that prefixes meet all the time.
+    """Begins, grows, forks, swaps, fails and frees; few blocks and tokens, so that prefixes meet all the time.
 
     `written` is the model: what each block would hold, told by what the sequences have computed into it; and
     `cpu_written` the same of the CPU tier. Copies are made when they end, which is as late as they may be.
