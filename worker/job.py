@@ -134,7 +134,7 @@ class Job:
         return waited_ms + round((stats.first_scheduled_s - stats.arrival_s) * 1000)
 
     def usage(self) -> dict[str, int]:
-        """Tokens: of the prompt, generated in all choices, found in the prefix cache, taken over from earlier attempts."""
+        """Tokens: of the prompt, generated in all choices, in the prefix cache, replayed from earlier attempts."""
         stats = self.stats
         return {
             "prompt_tokens": len(self.prompt_ids),
