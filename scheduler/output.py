@@ -117,6 +117,7 @@ class SchedulerOutput:
 class ModelRunnerOutput:
     """The token drawn for each sampled chunk, by sequence id.
 
+    `logprobs` has the log probability of each token whose sequence chooses by it, by the model's raw logits.
     `failed` names sequences whose logits held no number to choose from (all NaN or -inf), with the reason.
     `transfers` are those that have ended since the last step, whichever step they began in.
     """
@@ -124,6 +125,7 @@ class ModelRunnerOutput:
     sampled: dict[str, int]
     failed: dict[str, str] = field(default_factory=dict)
     transfers: tuple[TransferResult, ...] = ()
+    logprobs: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +149,17 @@ class SequenceStats:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """New tokens of one sequence after a step; `stats` comes with a finish reason and not before."""
+    """New tokens of one sequence after a step; `stats` comes with a finish reason and not before.
+
+    `logprob` is that of the new tokens, where its request chooses by it.
+    """
 
     seq_id: str
     new_token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: str | None = None
     stats: SequenceStats | None = None
+    logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

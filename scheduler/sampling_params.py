@@ -29,6 +29,8 @@ class SamplingParams:
     ignore_eos: the checkpoint's end-of-sequence tokens don't end generation.
     n: choices of one prompt, each a sequence of its own whose seed follows from `seed` and its index; choice 0 is what
         n = 1 gives. The prompt is computed once.
+    best_of: where it is above n, so many are generated, and the n of the largest sum of log probabilities (of the
+        model's raw logits) are the answer, the best first.
 
     Raises InvalidSamplingParamsError, which names the field and what is accepted.
     """
@@ -43,6 +45,7 @@ class SamplingParams:
     include_stop: bool = False
     ignore_eos: bool = False
     n: int = 1
+    best_of: int = 1
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 100):
@@ -59,6 +62,10 @@ class SamplingParams:
             )
         if not 1 <= self.n <= MAX_CHOICES:
             raise InvalidSamplingParamsError(f"n is {self.n}: use a whole number from 1 to {MAX_CHOICES}")
+        if not 1 <= self.best_of <= MAX_CHOICES or 1 < self.best_of < self.n:
+            raise InvalidSamplingParamsError(
+                f"best_of is {self.best_of}: use a whole number from n, which is {self.n}, to {MAX_CHOICES}"
+            )
         self._check_stops()
 
     def _check_stops(self) -> None:
@@ -74,6 +81,16 @@ class SamplingParams:
         for token_id in self.stop_token_ids:
             if token_id < 0:
                 raise InvalidSamplingParamsError(f"stop_token_ids holds {token_id}: token ids start at 0")
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences are generated for it."""
+        return max(self.n, self.best_of)
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether more are generated than returned, so that the best are known only when all have ended."""
+        return self.best_of > self.n
 
     @property
     def is_greedy(self) -> bool:

@@ -185,7 +185,8 @@ class Scheduler:
                 continue
             self._advance(seq, chunk)
             if chunk.is_sampled:
-                outputs.append(self._append_token(seq, runner_output.sampled[seq.seq_id], now))
+                logprob = runner_output.logprobs.get(seq.seq_id)
+                outputs.append(self._append_token(seq, runner_output.sampled[seq.seq_id], logprob, now))
         return outputs
 
     def stats(self) -> SchedulerStats:
@@ -333,16 +334,16 @@ class Scheduler:
         if end // self.kv.block_size > seq.num_sealed_blocks:
             self.kv.seal_full_blocks(seq)
 
-    def _append_token(self, seq: Sequence, token_id: int, now: float) -> SequenceOutput:
+    def _append_token(self, seq: Sequence, token_id: int, logprob: float | None, now: float) -> SequenceOutput:
         seq.token_ids.append(token_id)
         if seq.first_token_s is None:
             seq.first_token_s = now
         reason = finish_reason(seq, self.config.eos_token_ids)
         if reason is None:
-            return SequenceOutput(seq.seq_id, (token_id,))
+            return SequenceOutput(seq.seq_id, (token_id,), logprob=logprob)
         self.running.remove(seq)
         self._end(seq, reason)
-        return SequenceOutput(seq.seq_id, (token_id,), reason, stats=seq.stats(now))
+        return SequenceOutput(seq.seq_id, (token_id,), reason, stats=seq.stats(now), logprob=logprob)
 
     def _fail(self, seq: Sequence, error: str, now: float) -> SequenceOutput:
         self.running.remove(seq)

@@ -61,10 +61,14 @@ class Choices:
         """Tokens of all choices together."""
         return sum(len(generation.ids) for generation in self.generations)
 
-    @property
-    def finish_reasons(self) -> list[str]:
-        """Why each has ended. Only once all have."""
-        return [str(generation.finish_reason) for generation in self.generations]
+    def best(self, num: int) -> list[Generation]:
+        """The answer, once all have ended: all in their order, or the `num` of the largest log probability.
+
+        Of equals the earlier choice is the better one.
+        """
+        if num == len(self.generations):
+            return list(self.generations)
+        return sorted(self.generations, key=lambda generation: -generation.logprob)[:num]
 
     @property
     def stats(self) -> SequenceStats | None:

@@ -145,10 +145,10 @@ class Intake:
         served = self._served
         job.prompt_ids = await asyncio.to_thread(prompt_ids_of, request, served.tokenizer)
         max_tokens = check_fits(request, job.prompt_ids, served.info)
-        num_choices = request.sampling.n
+        num_sequences = request.sampling.num_sequences
         choices = Choices(
             job.seq_id,
-            [Generation(request.sampling, served.tokenizer, job.prompt_ids) for _ in range(num_choices)],
+            [Generation(request.sampling, served.tokenizer, job.prompt_ids) for _ in range(num_sequences)],
         )
         drawn_seed = secrets.randbits(63)
         if result.covered or result.is_resumed:
@@ -165,7 +165,7 @@ class Intake:
             is_streaming=request.stream,
             chunk_ms=request.chunk_ms,
             seed=job.seed if request.sampling.seed is None else None,
-            num_choices=num_choices,
+            num_choices=request.sampling.n,
         )
         if job.is_over:  # cancelled or expired while it was tokenized
             return
@@ -173,7 +173,8 @@ class Intake:
             job.finish(self._links.clock.now_ms(), served.names)
             return
         for index, generation in enumerate(choices.generations):
-            job.writer.token((), generation.take_text(), index)
+            if text := generation.take_text():
+                job.writer.token((), text, index)
         self._table.enter_engine(job)
         for engine_request in job.engine_requests():
             self._add_to_engine(engine_request)

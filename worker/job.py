@@ -99,7 +99,8 @@ class Job:
         generation = self.choices[index]
         num_before = len(generation.ids)
         must_stop = generation.absorb(output)
-        self.writer.token(generation.ids[num_before:], generation.take_text(), index)
+        if not generation.sampling.is_choosing:  # else it is written once it is chosen
+            self.writer.token(generation.ids[num_before:], generation.take_text(), index)
         if self.choices.is_finished:
             self.finish(now_ms, names)
         return must_stop
@@ -109,10 +110,13 @@ class Job:
         assert self.choices is not None, f"{self.envelope.id}: no choices yet"
         assert self.choices.is_finished, f"{self.envelope.id}: not finished"
         self.is_over, self.outcome, self.times.finished_ms = True, "done", now_ms
-        for index, generation in enumerate(self.choices.generations):
-            self.writer.token((), generation.take_text() + generation.take_tail(), index)
+        sampling = self.choices[0].sampling
+        best = self.choices.best(sampling.n)
+        for index, generation in enumerate(best):
+            ids = generation.ids if sampling.is_choosing else ()
+            self.writer.token(ids, generation.take_text() + generation.take_tail(), index)
         self.writer.end(
-            self.choices.finish_reasons,
+            [str(generation.finish_reason) for generation in best],
             usage=self.usage(),
             receipt=self.receipt(names),
             meta=None if self.request is None else self.request.meta,

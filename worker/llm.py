@@ -135,7 +135,7 @@ class LLM:
         return self._run_all([self._run_of(None, ids, params or SamplingParams())])[0]
 
     def _run_of(self, prompt: str | None, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> "_Run":
-        generations = [Generation(sampling, self.tokenizer, prompt_ids) for _ in range(sampling.n)]
+        generations = [Generation(sampling, self.tokenizer, prompt_ids) for _ in range(sampling.num_sequences)]
         return _Run(prompt, prompt_ids, sampling, Choices(str(next(self._ids)), generations))
 
     @staticmethod
@@ -195,7 +195,7 @@ class _Run:
 
     def completion(self) -> Completion:
         """The end result. Raises PagemillError if there is none, which would be a fault of the engine."""
-        choices = tuple([_choice_of(generation) for generation in self.choices.generations])
+        choices = tuple([_choice_of(generation) for generation in self.choices.best(self.sampling.n)])
         return Completion(self.prompt, self.prompt_ids, choices, self.choices.stats)
 
 

@@ -58,6 +58,21 @@ def test_without_streaming_the_end_has_all_choices(queue: Queue) -> None:
     assert all("text" not in fields for _, fields in reply.events if fields["e"] == "token")
 
 
+def test_best_of_returns_some_of_the_choices_and_writes_nothing_before(queue: Queue) -> None:
+    job = SEEDED | {"max_tokens": 16, "stream": 0}
+    every = [each["ids"] for each in queue.run(**job, n=5).field("choices")]
+    one, two = queue.run(**job, best_of=5), queue.run(**job, best_of=5, n=2)
+    assert [fields["e"] for _, fields in one.events] == ["open", "end"]
+    best = [each["ids"] for each in two.field("choices")]
+    assert one.field("ids") == best[0]
+    assert all(ids in every for ids in best)
+    assert len(two.field("choices")) == 2
+    assert two.field("usage")["completion_tokens"] == 5 * 16
+    refused = queue.run(**(job | {"stream": 1}), best_of=5)
+    assert refused.terminal["code"] == "bad_request"
+    assert "set stream to 0" in refused.terminal["message"]
+
+
 def test_a_drawn_seed_is_told_and_gives_the_choices_again(queue: Queue) -> None:
     job = {name: value for name, value in SEEDED.items() if name != "seed"} | {"max_tokens": 8, "n": 2}
     first = queue.run(**job)
@@ -76,31 +91,32 @@ def test_forks_and_saved_blocks_are_metrics(served: tuple[WorkerProcess, Queue])
     assert "pagemill_kv_blocks_saved" in values
 
 
-@pytest.mark.parametrize("stream", [1, 0])
+# Checkpoints of an unstreamed job come once a second: it must take longer than that.
+@pytest.mark.parametrize(("stream", "num_choices", "max_tokens"), [(1, 3, 500), (0, 2, 1500)])
 def test_a_killed_workers_choices_go_on_at_a_peer_each_where_it_was(
-    start_worker: StartWorker, own_queue: Queue, stream: int
+    start_worker: StartWorker, own_queue: Queue, stream: int, num_choices: int, max_tokens: int
 ) -> None:
-    job = SEEDED | {"max_tokens": 700, "n": 3}
-    first = start_worker(lease_ms=1500)
+    job = SEEDED | {"max_tokens": max_tokens, "n": num_choices}
+    first = start_worker(lease_ms=1500, num_kv_blocks=256)
     first.wait_until_ready()
     job_id = own_queue.enqueue(**job, stream=stream)
 
     def has_begun() -> bool:
         told = {fields["index"] for _, fields in own_queue.reply(job_id).events if fields["e"] == "token"}
-        return len(told) == 3
+        return len(told) == num_choices
 
     eventually(has_begun, "tokens of all choices")
     first.signal(signal.SIGKILL)
     first.wait()
     first.assert_gone()
-    start_worker(lease_ms=1500).wait_until_ready()
+    start_worker(lease_ms=1500, num_kv_blocks=256).wait_until_ready()
     reply = own_queue.wait(job_id)
     covered = [int(fields["from"]) for _, fields in reply.events if fields["e"] == "open"]
     assert len(covered) == 2
     assert reply.field("usage")["replayed_tokens"] == covered[1] > 0
-    expected = singles(own_queue, 3, **SEEDED, max_tokens=700)
+    expected = singles(own_queue, num_choices, **SEEDED, max_tokens=max_tokens)
     if stream:
-        assert by_index(reply, 3) == expected
+        assert by_index(reply, num_choices) == expected
     else:
         assert [(each["ids"], each["text"]) for each in reply.field("choices")] == expected
     own_queue.assert_settled()

@@ -1,11 +1,17 @@
 """The offline API: the same engine, without Redis."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from model.input_batch import SamplingRows
+from model.model_runner import ModelRunner
+from model.sampler import Sampler
+from scheduler.errors import InvalidSamplingParamsError
 from scheduler.family import choice_seed
 from scheduler.output import FinishReason
 from tests.tiny_checkpoint import write_tiny_checkpoint
@@ -144,3 +150,53 @@ def test_a_stop_string_ends_one_choice_and_leaves_the_others(llm: LLM) -> None:
     assert cut.choices[1].text == second[: second.index(stop)]
     assert [cut.choices[k].text for k in (0, 2)] == [free.choices[k].text for k in (0, 2)]
     assert [choice.finish_reason.value for choice in cut.choices] == ["length", "stop", "length"]
+
+
+class ListeningSampler:
+    """Draws as the sampler of the runner does, and sums what each token's logits say of it, in a way of its own."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self.total = 0.0
+
+    def __call__(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        ids = self.sampler(logits, rows)
+        chances = logits[:, : self.sampler.vocab_limit].double().softmax(dim=1)
+        self.total += sum(math.log(chances[row, token_id]) for row, token_id in enumerate(ids.tolist()))
+        return ids
+
+
+def test_best_of_returns_the_choices_of_the_largest_log_probability_best_first(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=1.5, max_tokens=12, seed=10, ignore_eos=True)
+    runner = llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    singles = []
+    for index in range(6):
+        with monkeypatch.context() as patch:
+            listening = ListeningSampler(runner._sampler)
+            patch.setattr(runner, "_sampler", listening)
+            (single,) = llm.generate("which is best", replace(params, seed=choice_seed(10, index)))
+        singles.append((listening.total, single.token_ids))
+    expected = [token_ids for _, token_ids in sorted(singles, reverse=True)]
+    assert expected != [token_ids for _, token_ids in singles]
+    (best,) = llm.generate("which is best", replace(params, n=2, best_of=6))
+    assert [choice.token_ids for choice in best.choices] == expected[:2]
+    assert best.stats is not None
+    assert best.stats.num_generated_tokens == 6 * 12
+
+
+def test_best_of_as_many_as_are_returned_changes_nothing(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.5, max_tokens=12, seed=9, ignore_eos=True, n=3)
+    (free,), (same,) = llm.generate("same", params), llm.generate("same", replace(params, best_of=3))
+    assert [choice.token_ids for choice in same.choices] == [choice.token_ids for choice in free.choices]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"n": 0}, "n is 0"), ({"n": 17}, "from 1 to 16"), ({"n": 3, "best_of": 2}, "from n, which is 3, to 16")],
+)
+def test_numbers_of_choices_out_of_range_are_refused(fields: dict[str, int], words: str) -> None:
+    with pytest.raises(InvalidSamplingParamsError, match=words):
+        SamplingParams(**fields)  # type: ignore[arg-type]  # a mix of fields, all whole numbers
