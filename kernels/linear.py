@@ -86,8 +86,21 @@ class PackedLinear:
         """Rows of the weight by id, [n, in_features]: the embedding of a model whose output layer is tied to it."""
         if not self.is_packed:
             return torch.nn.functional.embedding(ids, self._weight)
-        ids = ids.long()
-        return self._weight[ids // LANES, :, ids % LANES]
+        # Torch's indexing by a tensor would wake its own threads, which then spin in the way of ours for milliseconds.
+        if not has_compiled():
+            return torch.nn.functional.embedding(ids, self.weight())
+        ids = ids.long().contiguous()
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.out_features:
+            raise KernelInputError(
+                f"ids reach from {int(ids.min())} to {int(ids.max())}, rows from 0 to {self.out_features - 1}"
+            )
+        out = torch.empty((ids.shape[0], self.in_features))
+        launch(
+            "gather_rows",
+            (self._weight.data_ptr(), self.in_features, ids.data_ptr(), ids.shape[0], out.data_ptr()),
+            threads_for(out.numel() * 4 * LANES),
+        )
+        return out
 
     def weight(self) -> torch.Tensor:
         """The weight as [out_features, in_features]; a copy where it is kept in panels."""

@@ -78,7 +78,7 @@ class Decoder:
                 # All keys and values are written: from here on only the rows whose logits are wanted matter.
                 if len(logits_rows) == 0:
                     return residual[:0]
-                hidden, residual = hidden[logits_rows], residual[logits_rows]
+                hidden, residual = hidden.index_select(0, logits_rows), residual.index_select(0, logits_rows)
             hidden = add_rms_norm(layer.attention.o_proj(hidden), residual, layer.post_attention_norm, eps)
             hidden = add_rms_norm(layer.mlp(hidden), residual, next_norm, eps)
         return hidden

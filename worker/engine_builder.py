@@ -90,9 +90,7 @@ def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, Engi
             num_threads=config.num_threads,
         ),
     )
-    report("warming up", 0, 1)
-    runner.warm_up()
-    report("warming up", 1, 1)
+    runner.warm_up(report)
     batched_tokens = config.max_num_batched_tokens or max(BATCHED_TOKENS[device.type], config.max_num_seqs)
     swap_rate = prefill_rate = None
     if num_swap_blocks:

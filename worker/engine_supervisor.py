@@ -17,17 +17,23 @@ log = structlog.get_logger(__name__)
 
 
 class EngineSupervisor:
-    """Owner of the engine client. `on_report` gets every step; `on_restart` is called once a new engine stands."""
+    """Owner of the engine client.
+
+    `on_report` gets every step, `on_death` is called when an engine died, `on_restart` once its successor stands: it
+    has nothing then, and must be given all that is to run, what came meanwhile included.
+    """
 
     def __init__(
         self,
         make_engine: Callable[[], EngineClient],
         *,
         on_report: Callable[[StepReport], None],
+        on_death: Callable[[], None],
         on_restart: Callable[[], None],
     ) -> None:
         self._make_engine = make_engine
         self._on_report = on_report
+        self._on_death = on_death
         self._on_restart = on_restart
         self._engine = make_engine()
         self._last_step_s = time.monotonic()
@@ -73,6 +79,7 @@ class EngineSupervisor:
     async def _restart(self, error: EngineDiedError) -> None:
         log.error("engine_died", error=str(error))
         self.is_up = False
+        self._on_death()
         await self._engine.close()
         self._engine = self._make_engine()
         await self._engine.start()
@@ -86,12 +93,14 @@ class EngineSupervisor:
         self.is_up = True
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a sequence in the engine."""
-        self._engine.add(request)
+        """Queue a sequence; between two engines nothing is done, since `on_restart` adds all there are."""
+        if self.is_up:
+            self._engine.add(request)
 
     def abort(self, seq_id: str) -> None:
         """Stop a sequence before the next step."""
-        self._engine.abort(seq_id)
+        if self.is_up:
+            self._engine.abort(seq_id)
 
     def seconds_since_step(self) -> float:
         """How long ago the last step ended. Means something only while the engine has work."""

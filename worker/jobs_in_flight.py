@@ -69,16 +69,20 @@ class JobsInFlight:
                 self._leave_engine(job)
         self._metrics.observe_scheduler(report.stats, report.times.num_steps)
 
-    def on_restart(self) -> None:
-        """A new engine: the jobs of the old one go on where they were, but for one that was in too many deaths."""
-        self._metrics.engine_restarted()
+    def on_death(self) -> None:
+        """An engine died: a job that was in too many of them is taken for the reason."""
         for job in self._table.in_engine():
             job.num_engine_deaths += 1
             if job.num_engine_deaths >= MAX_ENGINE_DEATHS:
                 deaths = f"the engine died {job.num_engine_deaths} times while it ran this job"
-                self.end(job, JobError(ErrorCode.POISON, deaths))
-            elif self.engine is not None:
-                for request in job.engine_requests():
+                self.end(job, JobError(ErrorCode.POISON, f"{deaths}: send it again alone, or leave it"))
+
+    def on_restart(self) -> None:
+        """A new engine: the jobs go on where they were, and those that came meanwhile begin."""
+        self._metrics.engine_restarted()
+        for job in self._table.in_engine():
+            for request in job.engine_requests():
+                if self.engine is not None:
                     self.engine.add(request)
 
     def _observe_tokens(self, job: Job, num_tokens: int, now_ms: int) -> None:

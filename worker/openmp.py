@@ -2,10 +2,9 @@
 
 import os
 
-# How long an OpenMP thread that waits for the others spins before it sleeps. Measured on two cores: 1000 costs an idle
-# machine nothing (a step of one sequence 22 ms either way), and where one other process wants a core it is seven times
-# faster than the runtime's own choice, whose spinning threads are preempted for whole time slices (17 against 2.5
-# tokens/s). docs/log.md has the table.
+# How long an OpenMP thread that waits for the others spins before it sleeps. The compiled kernels have threads of their
+# own, but torch's operators in between wake OpenMP's, which would otherwise spin for milliseconds in the kernels' way.
+# docs/log.md has the figures.
 SPIN_COUNT = "1000"
 
 

@@ -88,7 +88,10 @@ class Service:
         self._jobs = JobsInFlight(self._table, self._links, self._metrics, on_room=self._room.set, recorder=recorder)
         self._links.leases.on_loss = self._jobs.on_loss
         self._engine = EngineSupervisor(
-            lambda: make_engine(settings, progress), on_report=self._jobs.on_report, on_restart=self._jobs.on_restart
+            lambda: make_engine(settings, progress),
+            on_report=self._jobs.on_report,
+            on_death=self._jobs.on_death,
+            on_restart=self._jobs.on_restart,
         )
         self._jobs.engine = self._engine
         self._watch = Watch(self._table, self._jobs, self._links, on_config=self._room.set)

@@ -27,6 +27,7 @@ BODIES: Final = {
     "run_on_pool": ("pool", 4),
     "help_pool": ("pool", 1),
     "linear": ("linear", 1),
+    "gather_rows": ("linear", 1),
     "attention": ("attention", 1),
     "rope_and_write": ("elementwise", 1),
     "rms_norm": ("elementwise", 1),

@@ -2,7 +2,7 @@
 
 from kernels.cpu.parallel import ARGUMENTS
 from kernels.cpu.tile import call_product
-from kernels.cpu.vector import VECTOR_BYTES, fetch_add, load_i64
+from kernels.cpu.vector import LANES, VECTOR_BYTES, fetch_add, load_f32, load_i64, store_f32
 
 
 def linear(task: int) -> None:
@@ -29,3 +29,18 @@ def linear(task: int) -> None:
             product, x, x_row, num_rows, w + panel * w_panel, VECTOR_BYTES, w_panel, count,
             bias + panel * bias_panel, 0, bias_panel, c + panel * VECTOR_BYTES, c_row, k,
         )  # fmt: skip
+
+
+def gather_rows(task: int) -> None:
+    """Work item: one row of the weight out of its panel. Words: as `rows` of kernels/linear.py gives them."""
+    w, k = load_i64(task + ARGUMENTS), load_i64(task + ARGUMENTS + 8)
+    ids, num_ids = load_i64(task + ARGUMENTS + 16), load_i64(task + ARGUMENTS + 24)
+    out = load_i64(task + ARGUMENTS + 32)
+    while True:
+        item = fetch_add(task, 1)
+        if item >= num_ids:
+            break
+        row = load_i64(ids + item * 8)
+        source = w + row // LANES * k * VECTOR_BYTES + row % LANES * 4
+        for element in range(k):
+            store_f32(out + (item * k + element) * 4, load_f32(source + element * VECTOR_BYTES))

@@ -37,7 +37,7 @@ IS_OPEN: Final = 1 << 31
 EPOCH_SHIFT: Final = 32
 
 # Looks at STATE before a helper goes to sleep: 0.1 ms or so, more than lies between two kernels of one step.
-NUM_SPINS: Final = 4000
+NUM_SPINS: Final = 16000
 # Looks of the leader at those inside before it offers its core to them.
 NUM_SPINS_BEFORE_YIELD: Final = 200
 

@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,17 @@ def test_the_job_of_a_cli_client_is_streamed(start_worker: StartWorker, own_queu
     reply = own_queue.reply(state_key.decode().rpartition(":")[2])
     assert ran.stdout.decode().rstrip("\n") == reply.text.rstrip("\n")
     assert json.loads(reply.terminal["usage"])["completion_tokens"] <= 5
+
+
+def test_jobs_that_come_while_the_engine_restarts_are_served(start_worker: StartWorker, own_queue: Queue) -> None:
+    worker = start_worker()
+    worker.wait_until_ready()
+    worker.engine().kill()
+    eventually(lambda: "engine_died" in [event["event"] for event in worker.events()], "the death to be seen")
+    job_ids: list[str] = []
+    while "engine_restarted" not in [event["event"] for event in worker.events()]:
+        job_ids.append(own_queue.enqueue(prompt="meanwhile", max_tokens=3, temperature=0, ignore_eos=1))
+        time.sleep(0.05)
+    assert job_ids
+    for job_id in job_ids:
+        assert own_queue.wait(job_id).terminal["e"] == "end"

@@ -47,6 +47,9 @@ def test_rows_and_weight_give_back_what_was_packed() -> None:
     ids = torch.tensor([49, 0, 16, 15, 16])
     assert torch.equal(layer.rows(ids), weight[ids])
     assert layer.rows(torch.empty(0, dtype=torch.int64)).shape == (0, 24)
+    for wrong in (-1, 50):
+        with pytest.raises((KernelInputError, IndexError)):
+            layer.rows(torch.tensor([0, wrong]))
 
 
 def test_a_layer_of_another_dtype_is_converted() -> None:
@@ -61,6 +64,7 @@ def test_a_packed_layer_still_answers_when_compiled_kernels_are_switched_off() -
     layer = PackedLinear(weight, bias)
     with implementation("torch"):
         assert error(layer(x), reference.linear(x, weight, bias)) < 1e-6
+        assert torch.equal(layer.rows(torch.tensor([39, 3])), weight[[39, 3]])
 
 
 def test_wrong_shapes_and_dtypes_are_refused_by_name() -> None:

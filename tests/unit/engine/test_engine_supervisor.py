@@ -48,7 +48,9 @@ async def test_damaged_blocks_are_logged_once_and_anew_after_a_restart() -> None
         if not engines:
             over.set()
 
-    supervisor = EngineSupervisor(lambda: engines.pop(0), on_report=lambda report: None, on_restart=restarted)
+    supervisor = EngineSupervisor(
+        lambda: engines.pop(0), on_report=lambda report: None, on_death=lambda: None, on_restart=restarted
+    )
     with capture_logs() as logs:
         await supervisor.start(asyncio.Event())
         following = asyncio.create_task(supervisor.follow())

@@ -146,6 +146,21 @@ def test_an_id_that_comes_again_while_its_copy_is_on_its_way_is_another_sequence
     expect_the_right_tokens_and_all_blocks_back(driver, "a", "b")
 
 
+def test_whoever_comes_while_copies_hold_blocks_waits_for_them_even_if_nothing_runs() -> None:
+    driver, victim = two_that_outgrow_the_pool()
+    driver.runner.faults.hold = held
+    step_until(driver, victim, SequenceStatus.SWAPPING_OUT)
+    driver.scheduler.abort("a")
+    driver.add(make_seq("c", 8, 2))
+    for _ in range(3):
+        driver.step()
+        assert driver.num_tokens_by_id() == {}
+    driver.runner.faults.hold = let_go
+    driver.run()
+    assert driver.generated["c"] == generate("", make_seq("c", 8).token_ids, 2)
+    assert driver.generated["b"] == generate("", make_seq("b", 3).token_ids, 6)
+
+
 def test_work_is_left_until_the_last_copy_has_ended() -> None:
     driver, victim = two_that_outgrow_the_pool()
     driver.runner.faults.hold = held
@@ -255,6 +270,67 @@ def test_a_swap_in_leaves_room_to_decode_or_is_not_begun(num_blocks: int, length
     assert not adder.try_admit(second, is_alone=False)
     assert (first.status, second.status) == (SequenceStatus.SWAPPING_IN, SequenceStatus.SWAPPED)
     assert kv.num_available_blocks == num_blocks - len(first.block_table)
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+@pytest.mark.parametrize(("num_blocks", "is_begun"), [(35, False), (36, True)])
+def test_the_room_of_a_swap_in_is_not_given_to_the_next(num_blocks: int, is_begun: bool, is_later: bool) -> None:
+    """The first takes 16 blocks and is promised 2 to go on; the second needs 16 and 2 to spare for its preemption."""
+    kv = KVCacheManager(CacheConfig(num_blocks, 16, 64, enable_prefix_caching=False))
+    first, second = swapped(kv, "a", 256), swapped(kv, "b", 240)
+    adder = StepAdder(kv, 512)
+    adder.open_admission([])
+    assert adder.try_admit(first, is_alone=False)
+    if is_later:
+        adder = StepAdder(kv, 512)
+        adder.open_admission([first])
+    assert adder.try_admit(second, is_alone=False) == is_begun
+
+
+def test_what_is_promised_to_one_on_its_way_in_is_not_given_to_a_newcomer() -> None:
+    """b takes 3 of 6 blocks and will want one more; the newcomer finds its 2 blocks, but not one to spare."""
+    driver, victim = two_that_outgrow_the_pool(enable_prefix_caching=False)
+    step_until(driver, victim, SequenceStatus.SWAPPED)
+    driver.runner.faults.hold = held
+    step_until(driver, victim, SequenceStatus.SWAPPING_IN)
+    driver.add(newcomer := make_seq("c", 3, 6))
+    driver.step()
+    assert newcomer.status is SequenceStatus.WAITING
+    driver.runner.faults.hold = let_go
+    expect_the_right_tokens_and_all_blocks_back(driver, "a", "b", "c")
+
+
+def test_those_on_their_way_in_count_among_those_that_run() -> None:
+    driver, victim = two_that_outgrow_the_pool(max_num_seqs=2, enable_prefix_caching=False)
+    step_until(driver, victim, SequenceStatus.SWAPPED)
+    driver.runner.faults.hold = held
+    step_until(driver, victim, SequenceStatus.SWAPPING_IN)
+    driver.add(make_seq("c", 1, 1), make_seq("d", 1, 1))
+    driver.step()
+    assert driver.num_tokens_by_id() == {"c": 1}
+    driver.runner.faults.hold = let_go
+    driver.run()
+
+
+def test_what_is_kept_for_one_that_sits_out_is_not_taken_by_those_behind_it() -> None:
+    """One block is free and four are leaving: enough for the first and the second, who lack three and one."""
+    kv = KVCacheManager(CacheConfig(9, 4, 9, enable_prefix_caching=False))
+    victim, first, second, third = (make_seq(name, 16) for name in "vabc")
+    for seq, num_tokens in ((victim, 16), (first, 4), (second, 4), (third, 8)):
+        assert kv.allocate_slots(seq, num_tokens) is not None
+        seq.num_computed_tokens = num_tokens
+    assert kv.try_begin_swap_out(victim)
+    assert (kv.num_available_blocks, kv.num_leaving_blocks) == (1, 4)
+    adder = StepAdder(kv, 100)
+    assert not adder.try_serve(first, num_behind=0)
+    assert adder.num_missing_blocks(first, num_behind=0) == 2
+    assert adder.try_reserve(first, num_behind=0)
+    adder.num_tokens_left = 4
+    assert not adder.try_serve(second, num_behind=0), "the free block is kept for the first"
+    assert adder.try_reserve(second, num_behind=0)
+    adder.num_tokens_left = 8
+    assert not adder.try_reserve(third, num_behind=0), "it lacks two, and one is left"
+    assert adder.work == []
 
 
 def test_one_that_is_swapped_comes_back_ahead_of_equal_newcomers() -> None:
