@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,6 +138,24 @@ def test_choices_under_pressure_are_the_same(llm: LLM) -> None:
             (single,) = llm.generate(prompt, replace(params, seed=choice_seed(3, index)))
             assert completion.choices[index].token_ids == single.token_ids
     assert llm.engine.stats().num_saved_blocks == 0
+
+
+def test_choices_that_are_swapped_are_the_same(llm: LLM, tmp_path: Path) -> None:
+    """Without a prefix cache, so that only forks share; with a CPU tier, so that nothing is computed twice."""
+    folder = write_tiny_checkpoint(tmp_path)
+    options: dict[str, Any] = {"num_kv_blocks": 32, "max_num_seqs": 8, "num_threads": 1, "check_invariants": "step"}
+    options |= {"num_swap_blocks": 200, "preemption_mode": "swap", "enable_prefix_caching": False}
+    prompts = [list(range(at, at + 60)) for at in (1, 70)]
+    params = SamplingParams(temperature=1.3, max_tokens=60, seed=3, ignore_eos=True, n=6)
+    with LLM(str(folder), **options) as swapping:
+        swapped = swapping.generate(prompts, params)
+        stats = swapping.engine.stats()
+    assert stats.num_preemptions_swap > 0
+    assert stats.num_forks > 0
+    assert stats.num_recomputed_tokens == 0
+    plain = llm.generate(prompts, params)
+    for ours, theirs in zip(swapped, plain, strict=True):
+        assert [choice.token_ids for choice in ours.choices] == [choice.token_ids for choice in theirs.choices]
 
 
 def test_a_stop_string_ends_one_choice_and_leaves_the_others(llm: LLM) -> None:
