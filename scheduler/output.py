@@ -121,6 +121,7 @@ class ModelRunnerOutput:
 
     `failed` names sequences that can't go on, with the reason: their logits held no number to choose from (all NaN or
     -inf), or, those in `out_of_memory_ids`, there was no memory for them even alone.
+    `logprobs` has the log probability of each token whose sequence chooses by it, by the model's raw logits.
     `transfers` are those that have ended since the last step, whichever step they began in.
     `num_splits`: how often memory ran out in this step, so that it was computed in parts.
     """
@@ -130,6 +131,7 @@ class ModelRunnerOutput:
     transfers: tuple[TransferResult, ...] = ()
     out_of_memory_ids: frozenset[str] = frozenset()
     num_splits: int = 0
+    logprobs: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,7 @@ class SequenceOutput:
     """New tokens of one sequence after a step; `stats` comes with a finish reason and not before.
 
     `error` is the reason of FinishReason.ERROR; `is_out_of_memory`: the same request may well succeed later.
+    `logprob` is that of the new tokens, where its request chooses by it.
     """
 
     seq_id: str
@@ -164,6 +167,7 @@ class SequenceOutput:
     error: str | None = None
     stats: SequenceStats | None = None
     is_out_of_memory: bool = False
+    logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +188,9 @@ class SchedulerStats:
     `num_overdue` are the sequences that were dropped for their deadline.
 
     `num_allowed_seqs` may run at present: `max_num_seqs`, or what the target of the time between tokens allows.
+
+    `num_saved_blocks` are the blocks that sharing saves now: so many more were taken if each sequence had its own.
+    `num_forks` and `num_copied_blocks` (copied before a write, since others hold them too) only grow.
     """
 
     num_running: int
@@ -215,3 +222,6 @@ class SchedulerStats:
     prefix_tier_hit_tokens: int = 0
     num_overdue: int = 0
     num_allowed_seqs: int = 0
+    num_saved_blocks: int = 0
+    num_forks: int = 0
+    num_copied_blocks: int = 0

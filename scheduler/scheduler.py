@@ -118,12 +118,15 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Take a sequence on. It is this scheduler's until it ends.
 
-        Raises DuplicateSequenceError, and PromptTooLongError where prompt and `max_tokens` could never fit, even
-        with nothing else running. A resumed sequence that lacks nothing ends with the next `update`.
+        Raises DuplicateSequenceError, PromptTooLongError where prompt and `max_tokens` could never fit, even with
+        nothing else running, and InvalidPromptError where its family has another prompt. A resumed sequence that
+        lacks nothing ends with the next `update`.
         """
         if seq.seq_id in self._seqs:
             raise DuplicateSequenceError(f"sequence {seq.seq_id} is running or waiting already: give it another id")
         seq.max_num_tokens = self._max_num_tokens_of(seq)
+        if seq.family is not None:
+            seq.family.join(seq)
         seq.serial = next(self._serials)
         self._seqs[seq.seq_id] = seq
         if self.policy.fair is not None:
@@ -213,7 +216,8 @@ class Scheduler:
                 continue
             self._advance(seq, chunk)
             if chunk.is_sampled:
-                outputs.append(self._append_token(seq, runner_output.sampled[seq.seq_id], now))
+                logprob = runner_output.logprobs.get(seq.seq_id)
+                outputs.append(self._append_token(seq, runner_output.sampled[seq.seq_id], logprob, now))
             elif self.policy.drops_hopeless and self._deadlines.is_hopeless(seq, now):
                 self._drop(seq, now)
                 outputs.append(self._overdue.pop())
@@ -258,7 +262,14 @@ class Scheduler:
             written_behind_bytes=0 if swap is None else swap.num_written_behind_blocks * block_bytes,
             num_overdue=self._num_overdue,
             num_allowed_seqs=self._watch.guard.num_seqs,
+            num_saved_blocks=self._num_saved_blocks(),
+            num_forks=kv.num_forks,
+            num_copied_blocks=kv.num_copied_blocks,
         )
+
+    def _num_saved_blocks(self) -> int:
+        num_in_tables = sum([len(seq.block_table) for seq in chain(self.running, self.moving.values())])
+        return num_in_tables - (self.kv.num_owned_blocks - self.kv.num_leaving_blocks)
 
     def _max_num_tokens_of(self, seq: Sequence) -> int:
         limit = self.max_num_tokens
@@ -339,6 +350,8 @@ class Scheduler:
         for seq in self.waiting.candidates():
             if adder.num_tokens_left == 0 or num_admitted >= max_num_seqs:
                 break
+            if seq.family is not None and seq.family.is_awaited_by(seq):
+                continue
             if self.policy.drops_hopeless and self._is_hopeless(seq, now):
                 hopeless.append(seq)
                 continue
@@ -347,8 +360,7 @@ class Scheduler:
             if adder.try_admit(seq, is_alone=num_admitted == 0 and not self.kv.has_transfers):
                 admitted.append(seq)
                 num_admitted += 1
-                if self.policy.fair is not None and seq.first_scheduled_s is None:
-                    self.policy.fair.charge_prompt(seq, seq.num_prompt_tokens - seq.num_cached_tokens)
+                self._charge_prompt(seq)
                 for other in passed:
                     other.num_passes += 1
             else:
@@ -363,6 +375,12 @@ class Scheduler:
             if seq.first_scheduled_s is None:
                 seq.first_scheduled_s = now
 
+    def _charge_prompt(self, seq: Sequence) -> None:
+        """Have the tenant pay, once, for what is to be computed of the prompt of one that is admitted."""
+        if self.policy.fair is not None and seq.first_scheduled_s is None:
+            num_present = max(seq.num_cached_tokens, seq.num_computed_tokens)
+            self.policy.fair.charge_prompt(seq, max(0, seq.num_prompt_tokens - num_present))
+
     def _advance(self, seq: Sequence, chunk: Chunk) -> None:
         end = chunk.start + chunk.num_tokens
         num_again = min(end, seq.num_tokens_seen) - chunk.start
@@ -374,21 +392,23 @@ class Scheduler:
         if end // self.kv.block_size > seq.num_sealed_blocks:
             self.kv.seal_full_blocks(seq)
 
-    def _append_token(self, seq: Sequence, token_id: int, now: float) -> SequenceOutput:
+    def _append_token(self, seq: Sequence, token_id: int, logprob: float | None, now: float) -> SequenceOutput:
         seq.token_ids.append(token_id)
         if seq.first_token_s is None:
             seq.first_token_s = now
         reason = finish_reason(seq, self.config.eos_token_ids)
         if reason is None:
-            return SequenceOutput(seq.seq_id, (token_id,))
+            return SequenceOutput(seq.seq_id, (token_id,), logprob=logprob)
         self.running.remove(seq)
         self._end(seq, reason)
-        return SequenceOutput(seq.seq_id, (token_id,), reason, stats=seq.stats(now))
+        return SequenceOutput(seq.seq_id, (token_id,), reason, stats=seq.stats(now), logprob=logprob)
 
     def _is_hopeless(self, seq: Sequence, now: float) -> bool:
-        """Whether a waiting sequence can't make it, what is cached of it in either tier taken into account."""
+        """Whether a waiting sequence can't make it, even with what a tier or its family has of it."""
         if not self._deadlines.is_hopeless(seq, now):
             return False
+        if seq.family is not None and seq.family.source(seq) is not None:
+            return self._deadlines.is_hopeless(seq, now, min(seq.num_prompt_tokens, seq.num_tokens - 1))
         return self._deadlines.is_hopeless(seq, now, self.kv.num_found_tokens(seq))
 
     def _take_out(self, seq: Sequence) -> None:
@@ -418,6 +438,8 @@ class Scheduler:
         """
         self._remove_row(seq)
         self.kv.free(seq)
+        if seq.family is not None:
+            seq.family.leave(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
         del self._seqs[seq.seq_id]

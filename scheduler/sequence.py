@@ -7,6 +7,7 @@ from typing import Final
 
 from scheduler.block_table import BlockTable
 from scheduler.errors import InvalidPromptError
+from scheduler.family import Family
 from scheduler.output import FinishReason, SequenceStats
 from scheduler.sampling_params import SamplingParams
 
@@ -60,6 +61,7 @@ class Sequence:
     priority: larger is more important.
     tenant, adapter, cache_salt: only sequences that agree in all three share cached prefixes.
     use_prefix_cache: it may find blocks of others, and they its own; if not, what it computes is known to nobody.
+    family: those that share its prompt, if there are any; it joins them when a scheduler takes it on.
     arrival_s, deadline_s: seconds of the clock whose readings the scheduler is passed.
 
     Raises InvalidPromptError for a prompt without tokens, or with ids that don't fit 31 bits. (Whether an id
@@ -75,6 +77,7 @@ class Sequence:
         "cache_salt",
         "cpu_table",
         "deadline_s",
+        "family",
         "finish_reason",
         "first_scheduled_s",
         "first_token_s",
@@ -119,6 +122,7 @@ class Sequence:
         adapter: str = "",
         cache_salt: str = "",
         use_prefix_cache: bool = True,
+        family: Family | None = None,
         arrival_s: float = 0.0,
         deadline_s: float | None = None,
     ) -> None:
@@ -135,6 +139,7 @@ class Sequence:
         self.adapter: Final = adapter
         self.cache_salt: Final = cache_salt
         self.use_prefix_cache: Final = use_prefix_cache
+        self.family: Final = family
         self.arrival_s: Final = arrival_s
         self.deadline_s: Final = deadline_s
 

@@ -4,8 +4,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from scheduler import invariants
+from scheduler.family import Family
 from scheduler.output import ModelRunnerOutput, SchedulerOutput, SchedulerStats, SequenceOutput
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
@@ -21,6 +23,7 @@ class EngineRequest:
     priority: larger is more important.
     use_prefix_cache: it may begin with blocks that others have computed, and they with its own.
     deadline_in_s: seconds from when the engine gets it; None is no limit.
+    family: a name that the sequences of one request share, which have the same prompt; "" for one that is alone.
     """
 
     seq_id: str
@@ -33,6 +36,7 @@ class EngineRequest:
     cache_salt: str = ""
     use_prefix_cache: bool = True
     deadline_in_s: float | None = None
+    family: str = ""
 
 
 class Runner(Protocol):
@@ -70,6 +74,8 @@ class Engine:
         self.times = StepTimes()
         self._check = check_invariants
         self._clock = clock
+        # Each lives as long as a member.
+        self._families: WeakValueDictionary[str, Family] = WeakValueDictionary()
 
     @property
     def has_work(self) -> bool:
@@ -90,10 +96,14 @@ class Engine:
                 tenant=request.tenant,
                 cache_salt=request.cache_salt,
                 use_prefix_cache=request.use_prefix_cache,
+                family=self._family_of(request),
                 arrival_s=now,
                 deadline_s=None if request.deadline_in_s is None else now + request.deadline_in_s,
             )
         )
+
+    def _family_of(self, request: EngineRequest) -> Family | None:
+        return self._families.setdefault(request.family, Family()) if request.family else None
 
     def abort(self, seq_id: str) -> bool:
         """Stop a sequence and free its blocks, whatever its state. False if there is no such sequence (any more)."""

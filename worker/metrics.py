@@ -56,6 +56,9 @@ class WorkerMetrics:
         self._tier_hit = self._counter(
             "pagemill_prefix_cpu_hit_tokens", "Tokens found in CPU memory, part of those found in the prefix cache."
         )
+        self._saved = self._gauge("pagemill_kv_blocks_saved", "Blocks that sharing saves: n choices, equal prefixes.")
+        self._forks = self._counter("pagemill_forks", "Sequences that began in the blocks of another choice.")
+        self._copied = self._counter("pagemill_copied_blocks", "Shared blocks copied before they were written to.")
         # So that each series is there from the start: a rate over a series that appears with its first count misses it.
         for mode in ("recompute", "swap"):
             self._preemptions.labels(mode)
@@ -107,6 +110,9 @@ class WorkerMetrics:
         self._follow(self._queried, stats.prefix_queried_tokens)
         self._follow(self._hit, stats.prefix_hit_tokens)
         self._follow(self._tier_hit, stats.prefix_tier_hit_tokens)
+        self._saved.set(stats.num_saved_blocks)
+        self._follow(self._forks, stats.num_forks)
+        self._follow(self._copied, stats.num_copied_blocks)
 
     def engine_restarted(self) -> None:
         """A new engine: its totals begin at 0."""

@@ -117,11 +117,14 @@ def parse_request(
             ErrorCode.MODEL_NOT_FOUND,
             f"model {shown(model)} is not served here: use {' or '.join(sorted(model_names))}",
         )
+    sampling, stream = _sampling_of(body), as_bool("stream", body.get("stream", True))
+    if sampling.is_choosing and stream:
+        raise bad_request("best_of chooses at the end, so nothing can be streamed: set stream to 0")
     return GenerateRequest(
         id=envelope.id,
         **_prompt_of(body, envelope, prompt_ref_value),
-        sampling=_sampling_of(body),
-        stream=as_bool("stream", body.get("stream", True)),
+        sampling=sampling,
+        stream=stream,
         chunk_ms=as_int("chunk_ms", body.get("chunk_ms", 0), 0, MAX_CHUNK_MS),
         tenant=envelope.tenant,
         priority=envelope.priority,
@@ -206,7 +209,7 @@ def _sampling_of(body: Mapping[str, Any]) -> SamplingParams:
     for name in ("temperature", "top_p"):
         if name in body:
             params[name] = as_float(name, body[name])
-    for name in ("top_k", "max_tokens", "seed"):
+    for name in ("top_k", "max_tokens", "seed", "n", "best_of"):
         if name in body:
             params[name] = as_int(name, body[name], -MAX_INT - 1, MAX_INT)
     for name in ("include_stop", "ignore_eos"):

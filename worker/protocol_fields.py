@@ -49,6 +49,8 @@ BODY_FIELDS: Mapping[str, Kind] = {
     "stop_token_ids": Kind.JSON,
     "include_stop": Kind.BOOL,
     "ignore_eos": Kind.BOOL,
+    "n": Kind.INT,
+    "best_of": Kind.INT,
     "model": Kind.TEXT,
     "stream": Kind.BOOL,
     "chunk_ms": Kind.INT,
@@ -59,8 +61,6 @@ BODY_FIELDS: Mapping[str, Kind] = {
 
 # Fields of the protocol that this version doesn't do yet, with the values that ask for nothing.
 NOT_YET_FIELDS: Mapping[str, tuple[Kind, tuple[Any, ...]]] = {
-    "n": (Kind.INT, (1,)),
-    "best_of": (Kind.INT, (1,)),
     "beam_width": (Kind.INT, (0, 1)),
     "min_tokens": (Kind.INT, (0,)),
     "min_p": (Kind.FLOAT, (0,)),

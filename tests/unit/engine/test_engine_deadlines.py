@@ -6,6 +6,7 @@ from scheduler import FinishReason, SamplingParams, SequenceOutput, SequenceStat
 from scheduler.output import ModelRunnerOutput, SchedulerOutput
 from tests.unit.scheduler.makers import make_scheduler
 from tests.unit.text.tokenizers import tokenizer_of
+from worker.choices import Choices
 from worker.engine import Engine, EngineRequest
 from worker.errors import ErrorCode
 from worker.generation import Generation
@@ -49,12 +50,12 @@ def pressed_job() -> Job:
     job = Job(Entry("normal", "1000-0", fields), envelope, writer, JobTimes(1000, 1005))
     job.request = GenerateRequest(id=envelope.id, prompt="x")
     job.prompt_ids = (1, 2)
-    job.generation = Generation(SamplingParams(), tokenizer_of("byte-level"), job.prompt_ids)
+    job.choices = Choices(job.seq_id, [Generation(SamplingParams(), tokenizer_of("byte-level"), job.prompt_ids)])
     return job
 
 
 def test_a_job_asks_for_what_is_left_of_its_time() -> None:
-    assert pressed_job().engine_request(now_ms=1200).deadline_in_s == 0.3
+    assert [request.deadline_in_s for request in pressed_job().engine_requests(now_ms=1200)] == [0.3]
 
 
 @pytest.mark.parametrize(("first_scheduled_s", "where"), [(None, "queued"), (2.0, "running")])

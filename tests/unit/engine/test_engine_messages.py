@@ -31,7 +31,7 @@ STATS = SequenceStats(3, 4, 1, 0, 0, 0, 1.5, 2.5, None, 3.5)
 @pytest.mark.parametrize(
     "command",
     [
-        Add(EngineRequest("id", (1, 2), SAMPLING, 2**63 - 1, (3,), -5, "tenant", "salt", False, 2.5)),
+        Add(EngineRequest("id", (1, 2), SAMPLING, 2**63 - 1, (3,), -5, "tenant", "salt", False, 2.5, "family")),
         Add(EngineRequest("id", (1,), SamplingParams(), 0)),
         Abort("id"),
         Close(),

@@ -8,6 +8,7 @@ from model.tokenizer import Tokenizer
 from scheduler.output import FinishReason, SequenceOutput
 from scheduler.sampling_params import SamplingParams
 from tests.tiny_checkpoint import write_tiny_checkpoint
+from worker.choices import Choices
 from worker.generation import Generation
 from worker.job import Job, JobTimes, WorkerNames
 from worker.protocol import parse_envelope
@@ -26,7 +27,7 @@ def test_a_failed_sequence_ends_its_job_with_the_code_of_its_failure(
     envelope = parse_envelope(entry.lane, entry.entry_id, entry.fields, now_ms=10)
     writer = ReplyWriter("a", 100, lambda _: None, lambda _: None)
     job = Job(entry, envelope, writer, JobTimes(5, 10))
-    job.generation = Generation(SamplingParams(), tokenizer, (1,))
+    job.choices = Choices(job.seq_id, [Generation(SamplingParams(), tokenizer, (1,))])
     failure = SequenceOutput(job.seq_id, (), FinishReason.ERROR, "why", is_out_of_memory=is_out_of_memory)
     job.absorb(failure, 20, WorkerNames("w", "m", "f"))
     event = writer.next_event(20)

@@ -224,8 +224,6 @@ def test_a_huge_max_tokens_is_left_to_the_context_check() -> None:
 @pytest.mark.parametrize(
     ("name", "neutral", "asked"),
     [
-        ("n", 1, 2),
-        ("best_of", 1, 4),
         ("beam_width", 1, 4),
         ("min_tokens", 0, 5),
         ("min_p", 0.0, 0.1),

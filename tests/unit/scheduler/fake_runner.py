@@ -114,6 +114,7 @@ class FakeRunner:
             assert new.seq_id not in self.rows, f"{new.seq_id} is new, but has a row"
             self.rows[new.seq_id] = Row(fingerprint(self._root_of(new.seq_id), new.token_ids), list(new.block_ids))
         self._begin_copies(output)
+        self._copy_on_write(output)
         targets = {copy.dst for copying in self.copying if not copying.is_out for copy in copying.transfer.copies}
         written: set[tuple[int, int]] = set()
         sampled = {}
@@ -150,6 +151,17 @@ class FakeRunner:
                 copying = Copying(transfer, is_out, rng.randint(0, self.faults.max_delay), rng.random() < 0.5)
                 self.copying.append(copying)
                 self._move(copying, is_made=copying.is_early)
+
+    def _copy_on_write(self, output: SchedulerOutput) -> None:
+        sources = {copy.src for copy in output.block_copies}
+        targets = [copy.dst for copy in output.block_copies]
+        assert len(set(targets)) == len(targets), f"a block is the target of two of {output.block_copies}"
+        assert not sources & set(targets), f"a block is source and target in {output.block_copies}"
+        moving = {copy.dst for copying in self.copying if not copying.is_out for copy in copying.transfer.copies}
+        assert not moving & {*sources, *targets}, "a block is copied on the device while it is being swapped in"
+        for copy in output.block_copies:
+            held = [self._memory.get((copy.src, slot)) for slot in range(self.block_size)]
+            self._write(self._memory, copy.dst, held)
 
     def _end_copies(self) -> tuple[TransferResult, ...]:
         """End those whose time has come, in a random order."""

@@ -18,6 +18,7 @@ from scheduler import (
     Sequence,
     Transfer,
 )
+from scheduler.family import Family
 from scheduler.hit_sampling import HitSampler
 from scheduler.kv_cache_manager import KVCacheManager
 from scheduler.policy_names import DEFAULT_POLICY
@@ -99,6 +100,7 @@ EVENTS = {
     "preempted", "aborted fresh", "aborted preempted", "aborted prefilling", "aborted decoding", "aborted in a step",
     "ended by eos", "ended by stop", "ended by length", "ended by error", "resumed", "ended on arrival",
     "ended by deadline", "overdue fresh", "overdue prefilling", "overdue decoding", "overdue preempted",
+    "forked", "copied before a write",
 }  # fmt: skip
 CACHE_EVENTS = {"hit", "evicted"}
 SWAP_EVENTS = {
@@ -160,6 +162,8 @@ class RandomLife:
         for _ in range(num_steps):
             while len(self.alive) < self.params.load and self.rng.random() < 0.5:
                 self.add()
+                if self.rng.random() < 0.2:
+                    self.add_family()
             states = sorted({self.state(seq) for seq in self.alive.values()})
             rarest = min(states, key=lambda each: self.events[f"aborted {each}"], default="")
             if states and (self.rng.random() < 0.08 or self.is_wanted(f"aborted {rarest}")):
@@ -176,9 +180,8 @@ class RandomLife:
         tenant = rng.choice(TENANTS)
         seq_id = f"{tenant}-{self.num_added}"
         self.num_added += 1
-        num_prompt = min(int(rng.lognormvariate(2.2, 1.0)) + 1, params.max_num_tokens - 1)
-        beginning = rng.choice(self.beginnings)[: rng.randrange(num_prompt + 1)]
-        prompt = beginning + [rng.randrange(VOCAB_SIZE) for _ in range(num_prompt - len(beginning))]
+        prompt = self.make_prompt()
+        num_prompt = len(prompt)
         num_left = params.max_num_tokens - num_prompt
         max_tokens = None if rng.random() < 0.05 else min(num_left, int(rng.lognormvariate(2.5, 0.9)) + 1)
         sampling = SamplingParams(
@@ -204,6 +207,36 @@ class RandomLife:
         self.driver.add(seq)
         self.alive[seq_id] = seq
         self.expected[seq_id] = tokens[num_before:]
+
+    def make_prompt(self) -> list[int]:
+        rng = self.rng
+        num_prompt = min(int(rng.lognormvariate(2.2, 1.0)) + 1, self.params.max_num_tokens - 1)
+        beginning = rng.choice(self.beginnings)[: rng.randrange(num_prompt + 1)]
+        return beginning + [rng.randrange(VOCAB_SIZE) for _ in range(num_prompt - len(beginning))]
+
+    def add_family(self) -> None:
+        """Sequences of one prompt. Most go on after tokens of their own, or all would generate the same."""
+        rng, family, tenant, prompt = self.rng, Family(), self.rng.choice(TENANTS), self.make_prompt()
+        num_left = self.params.max_num_tokens - len(prompt)
+        priority = rng.randrange(self.params.num_priorities)
+        for _ in range(rng.randrange(2, 6)):
+            given = [rng.randrange(6, VOCAB_SIZE) for _ in range(min(num_left - 1, rng.randrange(4)))]
+            max_tokens = len(given) + rng.randrange(1, min(30, num_left - len(given)) + 1)
+            sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+            seq = Sequence(
+                f"{tenant}-{self.num_added}",
+                prompt,
+                sampling,
+                generated_token_ids=given,
+                priority=priority,
+                tenant=tenant,
+                family=family,
+                arrival_s=self.driver.now,
+            )
+            self.num_added += 1
+            self.driver.add(seq)
+            self.alive[seq.seq_id] = seq
+            self.expected[seq.seq_id] = generate(tenant, prompt + given, max_tokens - len(given))
 
     @staticmethod
     def cut(tokens: list[int], sampling: SamplingParams) -> list[int]:
@@ -257,6 +290,8 @@ class RandomLife:
             self.events["preempted"] += stats.num_preemptions_recompute - before.num_preemptions_recompute
             self.count_swaps(output, before)
             self.events["hit"] += stats.prefix_hit_tokens > before.prefix_hit_tokens
+            self.events["forked"] += stats.num_forks - before.num_forks
+            self.events["copied before a write"] += stats.num_copied_blocks - before.num_copied_blocks
             self.events["evicted"] += len(names_before - self.names())
             if output.chunks and rng.random() < 0.02:
                 seq_id = rng.choice(output.chunks).seq_id
