@@ -101,7 +101,10 @@ def serve(connection: socket.socket, config: EngineConfig) -> int:
     """Build the engine and run it; answers the exit code."""
 
     def emit(event: Event) -> None:
-        connection.sendall(pack_event(event))
+        try:
+            connection.sendall(pack_event(event))
+        except ConnectionError:  # the service is gone: nobody is left to compute for, or to tell of it
+            os._exit(0)
 
     commands: SimpleQueue[Command] = SimpleQueue()
     threading.Thread(target=read_commands, args=(connection, commands), name="commands", daemon=True).start()

@@ -205,6 +205,7 @@ class Intake:
         is_reply_unknown = job.envelope.is_id_malformed or b"id" not in job.entry.fields
         if error.code is ErrorCode.POISON or (error.code is ErrorCode.BAD_REQUEST and is_reply_unknown):
             await self._dead_letter(job.entry, error.code)
+            job.has_dead_letter = True
         job.fail(error, self._links.clock.now_ms())
 
     async def _dead_letter(self, entry: Entry, code: ErrorCode) -> None:

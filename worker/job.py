@@ -53,6 +53,7 @@ class Job:
         self.num_replayed = 0
         self.num_attempts = 1
         self.num_engine_deaths = 0
+        self.has_dead_letter = False
         self.is_over = False
         self.outcome = ""
 

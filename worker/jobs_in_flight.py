@@ -144,7 +144,11 @@ class JobsInFlight:
 
     async def _settle(self, job: Job, record: dict[str, str]) -> str:
         try:
-            return (await self._links.outcomes.settle(job.envelope, job.outcome, record=record)).value
+            # A dead letter names the job's prompt, which then stays until its own expiry.
+            status = await self._links.outcomes.settle(
+                job.envelope, job.outcome, record=record, keep_prompt=job.has_dead_letter
+            )
+            return status.value
         except ServerError as error:
             if error.code != "WRONGTYPE":
                 raise

@@ -120,3 +120,13 @@ def test_a_key_of_another_type_costs_that_job_alone(queue: Queue, key: str) -> N
     queue.assert_settled()
     letters = [fields for _, fields in queue.redis.events(queue.keys.dead) if fields.get("id") == job_id]
     assert [letter["error"] for letter in letters] == ["bad_request"]
+
+
+def test_a_dead_letters_prompt_is_kept(queue: Queue) -> None:
+    queue.redis.call("SET", queue.keys.prompt("book"), "Once upon a time", "EX", 600)
+    job_id = queue.enqueue(prompt_ref="book", temperature="warm")
+    assert queue.wait(job_id).terminal["code"] == "bad_request"
+    queue.assert_settled()
+    letters = [fields for _, fields in queue.redis.events(queue.keys.dead) if fields.get("prompt_ref") == "book"]
+    assert len(letters) == 1
+    assert queue.redis.call("EXISTS", queue.keys.prompt("book")) == 1
