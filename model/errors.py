@@ -35,3 +35,7 @@ class WeightsMismatchError(ModelError, ValueError):
 
 class RunnerInputError(ModelError, ValueError):
     """A step asks the model runner for what it doesn't hold, or has no room for."""
+
+
+class StepTooLargeError(ModelError):
+    """The largest step that the limits allow doesn't fit into memory; the message says which limit to lower."""

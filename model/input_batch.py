@@ -48,7 +48,8 @@ class StepInputs:
     """What one forward pass reads, on the device.
 
     input_ids, positions, slot_mapping int64 [num_tokens]; logits_rows int64 [num_sampled], or None when every token
-    is sampled. `sampled_ids`, `sampled_rows` and `sampled_positions` say whose tokens are drawn, and their indices.
+    is sampled. `sampled_ids`, `sampled_rows` and `sampled_positions` say whose tokens are drawn, and their indices;
+    `wants_logprob` bool [num_sampled], on the host, which of them want the log probability as well.
     """
 
     input_ids: torch.Tensor
@@ -59,6 +60,7 @@ class StepInputs:
     sampled_ids: list[str]
     sampled_rows: IntArray
     sampled_positions: IntArray
+    wants_logprob: npt.NDArray[np.bool_]
     sampling: SamplingRows
 
 
@@ -78,6 +80,7 @@ class InputBatch:
         self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self._top_p = np.ones(max_num_seqs, dtype=np.float32)
         self._seeds = np.zeros(max_num_seqs, dtype=np.int64)
+        self._is_choosing = np.zeros(max_num_seqs, dtype=np.bool_)
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._aranges = np.arange(max_num_seqs + 1, dtype=np.int32)
@@ -122,6 +125,7 @@ class InputBatch:
         self._top_k[row] = sampling.top_k
         self._top_p[row] = sampling.top_p
         self._seeds[row] = new_row.seed
+        self._is_choosing[row] = sampling.is_choosing
 
     def remove(self, seq_id: str) -> None:
         """Free a sequence's row."""
@@ -178,6 +182,7 @@ class InputBatch:
             sampled_ids=[chunk.seq_id for chunk in chunks if chunk.is_sampled],
             sampled_rows=rows[sampled],
             sampled_positions=ends[sampled],
+            wants_logprob=self._is_choosing[rows[sampled]],
             sampling=self._sampling_rows(rows[sampled], ends[sampled]),
         )
 

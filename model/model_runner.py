@@ -1,7 +1,7 @@
 """Computes the scheduler's steps: rows, block copies, one forward pass, one draw for each sampled chunk."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from model.input_batch import InputBatch, IntArray, StepInputs
 from model.kv_cache import KVCache
 from model.layers import ForwardContext
 from model.sampler import Sampler
+from model.step_splitter import SplitStep, compute_in_parts
 from model.threads import set_num_threads
 from scheduler.output import Chunk, ModelRunnerOutput, NewRow, SchedulerOutput, TransferResult
 from scheduler.sampling_params import SamplingParams
@@ -58,6 +59,7 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Do one step's work in the order that SchedulerOutput states, and draw the tokens of its sampled chunks.
 
+        Where memory runs out it is computed in parts (step_splitter.py).
         Raises RunnerInputError where the step asks for what the runner doesn't hold.
         """
         self.last_forward_s = 0.0
@@ -67,29 +69,47 @@ class ModelRunner:
         if not output.chunks:
             # With nothing to compute, the next thing that can happen is that a copy ends.
             return ModelRunnerOutput({}, transfers=self._kv_cache.ended_transfers(is_waiting=True))
-        inputs = self._batch.prepare(output.chunks)
+        logprobs: dict[str, float] = {}
+        step = compute_in_parts(output.chunks, lambda chunks: self._compute_chunks(chunks, logprobs))
+        return _as_output(step, logprobs, self._kv_cache.ended_transfers())
+
+    def _compute_chunks(self, chunks: Sequence[Chunk], logprobs: dict[str, float]) -> dict[str, int]:
+        """The token drawn for each sampled chunk, by sequence; -1 where there was none to draw.
+
+        Adds the log probabilities of those that want one to `logprobs`.
+        """
+        inputs = self._batch.prepare(chunks)
         started = time.perf_counter()
-        token_ids = self._compute(inputs)
-        self.last_forward_s = time.perf_counter() - started
+        token_ids, drawn_logprobs = self._compute(inputs)
+        self.last_forward_s += time.perf_counter() - started
         self._batch.append_sampled(inputs, token_ids)
-        return _as_output(inputs.sampled_ids, token_ids, self._kv_cache.ended_transfers())
+        logprobs |= drawn_logprobs
+        return dict(zip(inputs.sampled_ids, token_ids.tolist(), strict=True))
 
     @torch.inference_mode()
-    def _compute(self, inputs: StepInputs) -> IntArray:
+    def _compute(self, inputs: StepInputs) -> tuple[IntArray, dict[str, float]]:
+        """The drawn ids, and the log probabilities of those that want one."""
         decoder = self._decoder
         context = ForwardContext(
             decoder.cos_sin, inputs.positions, inputs.slot_mapping, self._kv_cache.blocks, inputs.meta
         )
         hidden = decoder.hidden(inputs.input_ids, context, inputs.logits_rows)
         pieces = []
+        logprobs: dict[str, float] = {}
         for start in range(0, len(hidden), self._max_logits_rows):
             end = min(start + self._max_logits_rows, len(hidden))
-            pieces.append(self._sampler(decoder.logits(hidden[start:end]), inputs.sampling.rows(start, end)))
+            logits = decoder.logits(hidden[start:end])
+            pieces.append(self._sampler(logits, inputs.sampling.rows(start, end)))
+            wanted = inputs.wants_logprob[start:end].nonzero()[0]
+            if len(wanted):
+                rows = torch.from_numpy(wanted).to(logits.device)
+                values = self._sampler.logprobs(logits[rows], pieces[-1][rows]).tolist()
+                logprobs |= {inputs.sampled_ids[start + at]: value for at, value in zip(wanted, values, strict=True)}
         if not pieces:
-            return np.zeros(0, dtype=np.int64)
+            return np.zeros(0, dtype=np.int64), logprobs
         ids = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         drawn: IntArray = ids.cpu().numpy()
-        return drawn
+        return drawn, logprobs
 
     def warm_up(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Compile the kernels, then run a prompt and a decode, greedy and not, so that the first request is not slow.
@@ -125,11 +145,10 @@ class ModelRunner:
         self.last_forward_s = 0.0
 
 
-def _as_output(seq_ids: list[str], token_ids: IntArray, transfers: tuple[TransferResult, ...]) -> ModelRunnerOutput:
-    """Drawn tokens by sequence; -1 becomes a failure of that sequence alone."""
-    drawn = dict(zip(seq_ids, token_ids.tolist(), strict=True))
-    if len(token_ids) and token_ids.min() < 0:
-        failed = {seq_id: NO_FINITE_LOGIT for seq_id, token_id in drawn.items() if token_id < 0}
-        drawn = {seq_id: token_id for seq_id, token_id in drawn.items() if seq_id not in failed}
-        return ModelRunnerOutput(drawn, failed, transfers)
-    return ModelRunnerOutput(drawn, transfers=transfers)
+def _as_output(step: SplitStep, logprobs: dict[str, float], transfers: tuple[TransferResult, ...]) -> ModelRunnerOutput:
+    """-1 becomes a failure of that sequence alone."""
+    drawn, failed = step.drawn, dict(step.failed)
+    if drawn and min(drawn.values()) < 0:
+        failed |= {seq_id: NO_FINITE_LOGIT for seq_id, token_id in drawn.items() if token_id < 0}
+        drawn = {seq_id: token_id for seq_id, token_id in drawn.items() if token_id >= 0}
+    return ModelRunnerOutput(drawn, failed, transfers, frozenset(step.failed), step.num_splits, logprobs)

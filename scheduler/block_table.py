@@ -8,8 +8,9 @@ from scheduler.block_pool import Block
 class BlockTable:
     """The blocks of one sequence in logical order: block i holds tokens [i * block_size, (i + 1) * block_size).
 
-    It only grows until `clear` empties it. Two equal blocks are never merged afterwards: the runner keeps a copy
-    of the table and hears only of what is appended.
+    It only grows until `clear` empties it, but for a block that is replaced by a copy of its own before it is written
+    to. Two equal blocks are never merged afterwards: the runner keeps a copy of the table and hears only of what is
+    appended.
     """
 
     __slots__ = ("_blocks",)
@@ -21,10 +22,19 @@ class BlockTable:
         """Add blocks at the end."""
         self._blocks.extend(blocks)
 
+    def replace(self, index: int, block: Block) -> Block:
+        """Put `block` in the place of logical block `index`, and return what was there."""
+        old, self._blocks[index] = self._blocks[index], block
+        return old
+
     def clear(self) -> list[Block]:
         """Empty the table and return what it held, in logical order."""
         blocks, self._blocks = self._blocks, []
         return blocks
+
+    def head(self, end: int) -> list[Block]:
+        """The blocks before logical block `end`."""
+        return self._blocks[:end]
 
     def tail(self, start: int) -> list[Block]:
         """The blocks from logical block `start` on."""

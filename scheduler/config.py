@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from scheduler.errors import InvalidConfigError
+from scheduler.policy_names import DEFAULT_POLICY, parse_policy
 
 
 class PreemptionMode(StrEnum):
@@ -52,6 +53,11 @@ class SchedulerConfig:
     `max_num_seqs` bounds the sequences that are running; `max_model_len` the tokens of one sequence.
     `swap_bytes_per_s` and `prefill_tokens_per_s` are measured rates, by which `auto` chooses between swapping and
     recomputing; as long as either is None, it swaps.
+    `write_behind_blocks` are the blocks of likely victims that a step may begin to copy to the CPU tier; 0: none.
+
+    `scheduling_policy` is the order of sequences, as `priority,deadline,fair`: see `policy`. With
+    `scheduler_delay_factor` prompts wait up to that many times a decode step for others to fill theirs. `target_itl_ms`
+    is what a step with decodes may take: so many run, and so much of prompts is computed beside them, as keeps to it.
 
     Raises InvalidConfigError.
     """
@@ -63,13 +69,20 @@ class SchedulerConfig:
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     swap_bytes_per_s: float | None = None
     prefill_tokens_per_s: float | None = None
+    write_behind_blocks: int = 0
+    scheduling_policy: str = DEFAULT_POLICY
+    scheduler_delay_factor: float = 0.0
+    target_itl_ms: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             if value < 1:
                 raise InvalidConfigError(f"{name} is {value}: use a whole number from 1")
+        if self.write_behind_blocks < 0:
+            raise InvalidConfigError(f"write_behind_blocks is {self.write_behind_blocks}: use a whole number from 0")
         for name in ("swap_bytes_per_s", "prefill_tokens_per_s"):
             rate = getattr(self, name)
             if rate is not None and rate <= 0:
                 raise InvalidConfigError(f"{name} is {rate}: use a number above 0, or None where it is not known")
+        parse_policy(self.scheduling_policy)

@@ -119,7 +119,10 @@ def check_queues(scheduler: Scheduler) -> None:
 
 
 def check_running(scheduler: Scheduler, seq: Sequence) -> None:
-    """Computed ≤ known tokens; no block beyond the one its last token lies in; shared blocks are sealed."""
+    """Computed ≤ known tokens; no block beyond that of its last token; what is shared is sealed, or copied next.
+
+    Only a family shares a block that is not full: whose next chunk writes to it copies it before that.
+    """
     assert seq.status is SequenceStatus.RUNNING, f"{seq} is in the running queue"
     num_max = seq.max_num_tokens
     assert seq.num_computed_tokens <= seq.num_tokens < num_max, f"{seq} goes beyond its {num_max} tokens"
@@ -128,10 +131,14 @@ def check_running(scheduler: Scheduler, seq: Sequence) -> None:
         f"{seq} has blocks for {num_blocks * block_size} tokens"
     )
     num_full = seq.num_computed_tokens // block_size
-    if scheduler.kv.prefix_cache is not None:
+    is_entered = seq.use_prefix_cache and (seq.is_followed or seq.num_preemptions > 0)
+    if scheduler.kv.prefix_cache is not None and is_entered:
         assert seq.num_sealed_blocks == num_full, f"{seq} has sealed {seq.num_sealed_blocks} of {num_full} full blocks"
     for index, block in enumerate(seq.block_table):
-        assert block.ref_cnt == 1 or index < num_full, f"{block} is block {index} of {seq}: shared, but not full"
+        is_copied = index == num_full and seq.family is not None
+        assert block.ref_cnt == 1 or index < num_full or is_copied, (
+            f"{block} is block {index} of {seq}: shared, but not full"
+        )
 
 
 def check_waiting(seq: Sequence) -> None:

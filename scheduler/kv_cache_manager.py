@@ -2,7 +2,8 @@
 
 from scheduler.block_pool import Block, BlockPool
 from scheduler.config import CacheConfig
-from scheduler.output import Transfer, TransferResult
+from scheduler.hit_sampling import HitSampler
+from scheduler.output import BlockCopy, Transfer, TransferResult
 from scheduler.prefix_cache import HashFunction, PrefixCache, chain_hash
 from scheduler.sequence import Sequence, SequenceStatus
 from scheduler.swap_tier import SwapTier
@@ -20,6 +21,8 @@ class KVCacheManager:
         0         num_cached     num_computed         end of the last block, less than one block away
 
     `swap` is the CPU tier, None where there is none: a second BlockPool with a PrefixCache of its own.
+
+    A block that others hold too is only read. Who is about to write to one gets a copy in its place first.
     """
 
     def __init__(self, config: CacheConfig, hash_function: HashFunction = chain_hash) -> None:
@@ -31,8 +34,15 @@ class KVCacheManager:
         if config.num_cpu_blocks:
             index = _make_prefix_cache(config, hash_function)
             self.swap = SwapTier(config.num_cpu_blocks, self.pool, index, config.kv_block_bytes)
+        self.sampler = HitSampler()
+        # Copies of this step, (source, target). Each holds its source until the step is built, so that nobody gets it
+        # before it is read.
+        self._copies: list[tuple[Block, Block]] = []
+        self.num_copied_blocks = 0
+        self.num_forks = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.num_tier_hit_tokens = 0
 
     @property
     def num_available_blocks(self) -> int:
@@ -60,14 +70,32 @@ class KVCacheManager:
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """Cached blocks that `seq`, which has none yet, could begin with. At least one token is left to compute."""
-        return [] if self.prefix_cache is None else self.prefix_cache.find(seq)
+        return self.prefix_cache.find(seq) if self.prefix_cache is not None and self._follows(seq) else []
+
+    def num_found_tokens(self, seq: Sequence) -> int:
+        """Tokens that `seq`, which has no blocks yet, need not compute if it is admitted now: found in either tier."""
+        return max(len(self.find_prefix(seq)), len(self._find_in_tier(seq))) * self.block_size
+
+    def _find_in_tier(self, seq: Sequence) -> list[Block]:
+        return self.swap.find_prefix(seq) if self.swap is not None and self._follows(seq) else []
+
+    def _follows(self, seq: Sequence) -> bool:
+        """Whether blocks of `seq` are looked up and entered. Decided once, but for one that was preempted: all are."""
+        if not seq.use_prefix_cache:
+            return False
+        if seq.is_followed is None and self.prefix_cache is not None:
+            first_hash = self.prefix_cache.first_hash(seq)
+            seq.is_followed = first_hash is None or self.sampler.follows(first_hash)
+        return bool(seq.is_followed) or seq.num_preemptions > 0
 
     def take_prefix(self, seq: Sequence, blocks: list[Block]) -> None:
         """Make what `find_prefix` has found the beginning of `seq`: it owns the blocks, their tokens are computed."""
         assert len(seq.block_table) == 0, f"{seq} takes a prefix, but has blocks already"
-        if seq.num_preemptions == 0:
+        if seq.num_preemptions == 0 and seq.is_followed:
             self.num_queried_tokens += seq.num_tokens
             self.num_hit_tokens += len(blocks) * self.block_size
+            if seq.num_tokens > self.block_size:
+                self.sampler.observe(seq, len(blocks) * self.block_size)
             seq.num_cached_tokens = len(blocks) * self.block_size
         if not blocks:
             return
@@ -76,14 +104,58 @@ class KVCacheManager:
         seq.num_computed_tokens = len(blocks) * self.block_size
         seq.num_sealed_blocks = len(blocks)
         content = blocks[-1].content
-        assert content is not None, f"{seq} takes {blocks[-1]}, which holds nothing"
-        seq.sealed_name = content.name
+        if content is None:  # not one of the cache's, but of another sequence that has computed the same
+            seq.num_sealed_blocks = 0
+            self.seal_full_blocks(seq)
+        else:
+            seq.sealed_name = content.name
+
+    def find_common(self, seq: Sequence, other: Sequence) -> list[Block]:
+        """The full blocks of the prompt that `other`, of the same family, holds computed: `seq` could begin with them.
+
+        At least one token is left to compute.
+        """
+        num_tokens = min(seq.num_prompt_tokens, other.num_computed_tokens, seq.num_tokens - 1)
+        return other.block_table.head(num_tokens // self.block_size)
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """Let `child`, which holds nothing, share the blocks of the first `num_tokens` tokens, computed by `parent`.
+
+        Both have the same tokens so far. At least one known token of the child is left to compute. The last block may
+        be shared in part: whoever writes to it first gets a copy.
+        """
+        assert len(child.block_table) == 0, f"{child} forks from {parent}, but has blocks already"
+        assert 0 < num_tokens <= parent.num_computed_tokens, f"{child} forks {num_tokens} tokens from {parent}"
+        assert num_tokens < child.num_tokens, f"{child} forks all its {num_tokens} tokens from {parent}"
+        blocks = parent.block_table.head(self.num_blocks_for(num_tokens))
+        self.pool.touch(blocks)
+        child.block_table.append(blocks)
+        child.num_computed_tokens = num_tokens
+        num_full = num_tokens // self.block_size
+        child.block_hashes.extend(parent.block_hashes[len(child.block_hashes) : num_full])
+        self.seal_full_blocks(child)
+        self.num_forks += 1
+
+    def must_copy(self, seq: Sequence) -> bool:
+        """Whether the next token of `seq` is written to a block that others hold too."""
+        index = seq.num_computed_tokens // self.block_size
+        return index < len(seq.block_table) and seq.block_table[index].ref_cnt > 1
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """The copies on the device that chunks since the last call need before they are computed."""
+        if not self._copies:
+            return ()
+        copies = tuple([BlockCopy(source.block_id, target.block_id) for source, target in self._copies])
+        self.pool.free([source for source, _ in self._copies])
+        self._copies.clear()
+        return copies
 
     def allocate_slots(self, seq: Sequence, num_tokens: int) -> tuple[int, ...] | None:
         """Give `seq` slots for `num_tokens` more than it has computed; the ids of the blocks added, often none.
 
         None, and nothing changed, where the free blocks don't suffice. Never allocates a block of which no slot
-        is used by this chunk.
+        is used by this chunk. Where the first of them lies in a block that others hold too, that is replaced by a
+        copy, which the ids don't tell (see `must_copy`).
         """
         num_new = self.num_new_blocks(seq, num_tokens)
         if num_new <= 0:
@@ -91,16 +163,36 @@ class KVCacheManager:
         blocks = self.pool.allocate(num_new)
         if blocks is None:
             return None
+        if self.must_copy(seq):
+            self._copy_on_write(seq, blocks.pop())
         seq.block_table.append(blocks)
         return tuple([block.block_id for block in blocks])
 
+    def _copy_on_write(self, seq: Sequence, copy: Block) -> None:
+        """Put `copy` in the place of the block that `seq` writes to next, and note what is to be copied.
+
+        A block that itself is a copy of this step is not there yet: its own source is taken then, and is the same in
+        all that `seq` shares of it.
+        """
+        shared = seq.block_table.replace(seq.num_computed_tokens // self.block_size, copy)
+        source = next((source for source, target in self._copies if target is shared), shared)
+        if source is not shared:
+            self.pool.touch([source])
+            self.pool.free([shared])
+        self._copies.append((source, copy))
+        self.num_copied_blocks += 1
+
     def num_new_blocks(self, seq: Sequence, num_tokens: int) -> int:
-        """Blocks that `allocate_slots` would add; not above 0 where it would add none."""
-        return -(-(seq.num_computed_tokens + num_tokens) // self.block_size) - len(seq.block_table)
+        """Free blocks that `allocate_slots` would take; not above 0 where it would take none."""
+        num_blocks = -(-(seq.num_computed_tokens + num_tokens) // self.block_size)
+        return num_blocks - len(seq.block_table) + self.must_copy(seq)
 
     def seal_full_blocks(self, seq: Sequence) -> None:
-        """Offer the blocks that are full of computed tokens, and were not when last asked, to the prefix cache."""
-        if self.prefix_cache is None:
+        """Offer the blocks that are full of computed tokens, and were not when last asked, to the prefix cache.
+
+        A sequence that is not followed is entered when it is preempted: then its blocks may be worth something to it.
+        """
+        if self.prefix_cache is None or not self._follows(seq):
             return
         for index in range(seq.num_sealed_blocks, seq.num_computed_tokens // self.block_size):
             content, loser = self.prefix_cache.seal(seq, index)
@@ -157,6 +249,26 @@ class KVCacheManager:
         self.swap.begin_in(seq, blocks)
         return True
 
+    def try_begin_tier_hit(self, seq: Sequence, hit: list[Block]) -> bool:
+        """Begin to copy in the prefix of waiting `seq` that the CPU tier holds, if it is longer than `hit`.
+
+        `hit` is what `find_prefix` has found; there are enough free blocks. SWAPPING_IN afterwards: the rest of it is
+        computed when the copies have ended.
+        """
+        found = self._find_in_tier(seq)
+        if self.swap is None or len(found) <= len(hit):
+            return False
+        self.swap.adopt(seq, found)
+        seq.num_swapped_tokens = len(found) * self.block_size
+        has_begun = self.swap_in(seq, hit)
+        assert has_begun, f"{seq} finds {len(found)} blocks in the CPU tier, {len(hit)} on the device"
+        num_tokens = (len(found) - len(hit)) * self.block_size
+        if seq.num_preemptions == 0:
+            self.num_hit_tokens += num_tokens
+            seq.num_cached_tokens += num_tokens
+        self.num_tier_hit_tokens += num_tokens
+        return True
+
     def take_transfers(self) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
         """The transfers that were begun since the last call: out, in."""
         return ((), ()) if self.swap is None else self.swap.take_transfers()
@@ -171,6 +283,7 @@ class KVCacheManager:
         ready = self.swap.end(result)
         for seq in ready:
             if seq.is_damaged:
+                self._forget_lookup(seq)
                 self.free(seq)
                 seq.status = SequenceStatus.WAITING
             elif seq.status is SequenceStatus.SWAPPING_OUT:
@@ -181,6 +294,13 @@ class KVCacheManager:
                 self.seal_full_blocks(seq)
                 seq.status = SequenceStatus.RUNNING
         return ready
+
+    def _forget_lookup(self, seq: Sequence) -> None:
+        """Where a sequence never ran, and so was being copied in as a prefix, it will be looked up once more."""
+        if seq.num_preemptions == 0 and seq.is_followed:
+            self.num_queried_tokens -= seq.num_tokens
+            self.num_hit_tokens -= seq.num_cached_tokens
+            seq.num_cached_tokens = 0
 
     def free(self, seq: Sequence) -> None:
         """Take all blocks back; what they hold stays in the prefix cache until they are handed out again."""
@@ -206,6 +326,7 @@ class KVCacheManager:
     def _reset(seq: Sequence) -> None:
         seq.num_computed_tokens = 0
         seq.num_sealed_blocks = 0
+        seq.num_written_blocks = 0
         seq.sealed_name = None
 
 

@@ -12,13 +12,15 @@ from scheduler.sampling_params import SamplingParams
 class FinishReason(StrEnum):
     """Why a sequence ended. The wire calls the first three by these names.
 
-    No SequenceOutput says ABORTED: whoever aborts a sequence knows, and hears no more of it.
+    No SequenceOutput says ABORTED: whoever aborts a sequence knows, and hears no more of it. DEADLINE: its time was
+    up, or would have been before its next token.
     """
 
     STOP = "stop"
     EOS = "eos"
     LENGTH = "length"
     ABORTED = "aborted"
+    DEADLINE = "deadline"
     ERROR = "error"
 
 
@@ -117,13 +119,19 @@ class SchedulerOutput:
 class ModelRunnerOutput:
     """The token drawn for each sampled chunk, by sequence id.
 
-    `failed` names sequences whose logits held no number to choose from (all NaN or -inf), with the reason.
+    `failed` names sequences that can't go on, with the reason: their logits held no number to choose from (all NaN or
+    -inf), or, those in `out_of_memory_ids`, there was no memory for them even alone.
+    `logprobs` has the log probability of each token whose sequence chooses by it, by the model's raw logits.
     `transfers` are those that have ended since the last step, whichever step they began in.
+    `num_splits`: how often memory ran out in this step, so that it was computed in parts.
     """
 
     sampled: dict[str, int]
     failed: dict[str, str] = field(default_factory=dict)
     transfers: tuple[TransferResult, ...] = ()
+    out_of_memory_ids: frozenset[str] = frozenset()
+    num_splits: int = 0
+    logprobs: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +155,19 @@ class SequenceStats:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """New tokens of one sequence after a step; `stats` comes with a finish reason and not before."""
+    """New tokens of one sequence after a step; `stats` comes with a finish reason and not before.
+
+    `error` is the reason of FinishReason.ERROR; `is_out_of_memory`: the same request may well succeed later.
+    `logprob` is that of the new tokens, where its request chooses by it.
+    """
 
     seq_id: str
     new_token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: str | None = None
     stats: SequenceStats | None = None
+    is_out_of_memory: bool = False
+    logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +181,16 @@ class SchedulerStats:
 
     The counters from `num_preemptions_recompute` on only grow. `num_missing_blocks` are the blocks that allocation
     found missing for running sequences, summed over steps; `num_full_tier_recomputes` the preemptions that would have
-    swapped, had the CPU tier had room; `num_damaged_blocks` were found with a wrong checksum, and recomputed.
+    swapped, had the CPU tier had room; `num_damaged_blocks` were found with a wrong checksum, and recomputed;
+    `num_written_behind_blocks` were copied to the CPU tier before anybody was preempted, and are not among the swapped;
+    `prefix_tier_hit_tokens` were found in the CPU tier, and are hits like the others;
+    `num_step_splits` are the times that memory ran out in a step, so that it was computed in parts.
+    `num_overdue` are the sequences that were dropped for their deadline.
+
+    `num_allowed_seqs` may run at present: `max_num_seqs`, or what the target of the time between tokens allows.
+
+    `num_saved_blocks` are the blocks that sharing saves now: so many more were taken if each sequence had its own.
+    `num_forks` and `num_copied_blocks` (copied before a write, since others hold them too) only grow.
     """
 
     num_running: int
@@ -193,3 +216,12 @@ class SchedulerStats:
     num_cpu_blocks: int = 0
     num_used_cpu_blocks: int = 0
     num_transfers: int = 0
+    num_step_splits: int = 0
+    num_written_behind_blocks: int = 0
+    written_behind_bytes: int = 0
+    prefix_tier_hit_tokens: int = 0
+    num_overdue: int = 0
+    num_allowed_seqs: int = 0
+    num_saved_blocks: int = 0
+    num_forks: int = 0
+    num_copied_blocks: int = 0

@@ -1,25 +1,17 @@
 """Who gives way when blocks run out, and how."""
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import inf
 
 from scheduler.config import PreemptionMode, SchedulerConfig
 from scheduler.kv_cache_manager import KVCacheManager
+from scheduler.policy import Key
 from scheduler.sequence import Sequence, SequenceStatus
 
 
-def protection_key(seq: Sequence) -> tuple[int, float, float, int]:
-    """Smallest is best protected: the more important, then the closer deadline, then the earlier arrival.
-
-    The deadline stands for the slack: both differ by the time of day, which is the same for all.
-    """
-    deadline_s = inf if seq.deadline_s is None else seq.deadline_s
-    return (-seq.priority, deadline_s, seq.arrival_s, seq.serial)
-
-
 class RunningQueue:
-    """Running sequences in the order of their protection.
+    """Running sequences in the order of their protection: the smallest `key` is best protected.
 
         [ leader | best protected … least protected ]
           served first                  preempted first
@@ -27,9 +19,12 @@ class RunningQueue:
     A step serves from the front and takes victims from the back, so nobody loses blocks in a step in which it
     was served already. The leader is the oldest at the time when it became one, and stays until it ends: it
     is never preempted, whatever its priority. All others can be, so it always finds blocks; so it always ends.
+
+    A key may change while its sequence runs: then the order is that of the last `reorder`, roughly.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, key: Callable[[Sequence], Key]) -> None:
+        self._key = key
         self._seqs: list[Sequence] = []
 
     @property
@@ -39,7 +34,11 @@ class RunningQueue:
 
     def add(self, seq: Sequence) -> None:
         """Put `seq` into its place; it leads if it is alone."""
-        insort(self._seqs, seq, lo=min(1, len(self._seqs)), key=protection_key)
+        insort(self._seqs, seq, lo=min(1, len(self._seqs)), key=self._key)
+
+    def reorder(self) -> None:
+        """Sort by the keys of now. The leader stays where it is."""
+        self._seqs[1:] = sorted(self._seqs[1:], key=self._key)
 
     def remove(self, seq: Sequence) -> None:
         """Take out one that has ended. If it led, the oldest of the others leads."""
@@ -83,6 +82,7 @@ class Preemptor:
     def preempt(self, victim: Sequence) -> None:
         """Take the blocks of `victim`, which is in no queue now; it is WAITING, SWAPPING_OUT or SWAPPED afterwards."""
         victim.num_preemptions += 1
+        self._kv.seal_full_blocks(victim)
         is_swap_wanted = self._is_swap_wanted(victim)
         if is_swap_wanted and self._kv.try_begin_swap_out(victim):
             self.num_swaps += 1

@@ -63,6 +63,10 @@ class PrefixCache:
             found.append(block)
         return found
 
+    def first_hash(self, seq: Sequence) -> int | None:
+        """Hash of its first block; None where none could be found of it, since it is too short."""
+        return self._hash(seq, 0, self._tokens(seq, 0)) if len(seq.token_ids) > self._block_size else None
+
     def seal(self, seq: Sequence, index: int) -> tuple[BlockContent | None, Block | None]:
         """Enter block `index` of `seq`, which is full and computed; all before it are sealed.
 

@@ -9,6 +9,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_SEED = 2**63 - 1
+MAX_CHOICES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,10 @@ class SamplingParams:
     stop_token_ids: generation ends at one of these tokens; its id is reported, its text is not part of the reply
         (unless `include_stop`).
     ignore_eos: the checkpoint's end-of-sequence tokens don't end generation.
+    n: choices of one prompt, each a sequence of its own whose seed follows from `seed` and its index; choice 0 is what
+        n = 1 gives. The prompt is computed once.
+    best_of: where it is above n, so many are generated, and the n of the largest sum of log probabilities (of the
+        model's raw logits) are the answer, the best first.
 
     Raises InvalidSamplingParamsError, which names the field and what is accepted.
     """
@@ -39,6 +44,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False
     ignore_eos: bool = False
+    n: int = 1
+    best_of: int = 1
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 100):
@@ -52,6 +59,12 @@ class SamplingParams:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InvalidSamplingParamsError(
                 f"max_tokens is {self.max_tokens}: use a whole number from 1, or leave it out for all that is left"
+            )
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise InvalidSamplingParamsError(f"n is {self.n}: use a whole number from 1 to {MAX_CHOICES}")
+        if not 1 <= self.best_of <= MAX_CHOICES or 1 < self.best_of < self.n:
+            raise InvalidSamplingParamsError(
+                f"best_of is {self.best_of}: use a whole number from n, which is {self.n}, to {MAX_CHOICES}"
             )
         self._check_stops()
 
@@ -68,6 +81,16 @@ class SamplingParams:
         for token_id in self.stop_token_ids:
             if token_id < 0:
                 raise InvalidSamplingParamsError(f"stop_token_ids holds {token_id}: token ids start at 0")
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences are generated for it."""
+        return max(self.n, self.best_of)
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether more are generated than returned, so that the best are known only when all have ended."""
+        return self.best_of > self.n
 
     @property
     def is_greedy(self) -> bool:

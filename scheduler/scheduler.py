@@ -2,7 +2,9 @@
 
 from itertools import chain, count
 
+from scheduler.admission_delay import AdmissionDelay
 from scheduler.config import CacheConfig, PreemptionMode, SchedulerConfig
+from scheduler.deadlines import Deadlines
 from scheduler.errors import DuplicateSequenceError, InvalidConfigError, PromptTooLongError
 from scheduler.kv_cache_manager import KVCacheManager
 from scheduler.output import (
@@ -14,11 +16,16 @@ from scheduler.output import (
     SequenceOutput,
     TransferResult,
 )
-from scheduler.policy import WaitingQueue
+from scheduler.policy import Policy
+from scheduler.policy_names import parse_policy
 from scheduler.preemption import Preemptor, RunningQueue
 from scheduler.sequence import Sequence, SequenceStatus
 from scheduler.step_adder import StepAdder
+from scheduler.step_watch import StepWatch
 from scheduler.stopping import finish_reason
+from scheduler.tier_hits import TierHits
+from scheduler.waiting_queue import WaitingQueue
+from scheduler.write_behind import WriteBehind
 
 # So many sequences may be admitted past one that doesn't fit; then they wait behind it.
 MAX_PASSES = 32
@@ -34,7 +41,10 @@ class Scheduler:
             outputs = scheduler.update(output, runner.execute(output), now)
 
     Every `schedule` is followed by its `update`. `add` and `abort` may come at any time between. One thread at a time.
-    `now` is in seconds; the scheduler only stores it and never compares it with a clock.
+    `now` is in seconds of the clock that arrivals and deadlines are of; from `schedule` to `update` is a step's time.
+
+    Whoever's deadline has come is dropped by the next `schedule`, in whatever state it is, and its blocks are free in
+    this step; the next `update` says so.
 
     The runner has rows of RUNNING sequences and of no others: one gets a NewRow with its first chunk after it was
     admitted or swapped in, and its id is in `removed_ids` of exactly one later output once it has left that state.
@@ -55,19 +65,30 @@ class Scheduler:
             raise InvalidConfigError(
                 "preemption_mode is swap, but the CPU tier has no blocks: give it some, or use auto or recompute"
             )
-        self.waiting = WaitingQueue()
-        self.running = RunningQueue()
+        self.policy = Policy(parse_policy(config.scheduling_policy), self.kv.pool.num_blocks)
+        self.waiting = WaitingQueue(self.policy)
+        self.running = RunningQueue(self.policy.protection_key)
         self.moving: dict[str, Sequence] = {}
         self._preemptor = Preemptor(self.kv, config, cache.kv_block_bytes)
+        self._tier_hits = TierHits(self.kv, config, cache.kv_block_bytes)
+        is_swapping = config.preemption_mode is not PreemptionMode.RECOMPUTE
+        self._write_behind = WriteBehind(self.kv, config.write_behind_blocks if is_swapping else 0)
+        self._watch = StepWatch(config, self.policy.fair)
+        self._deadlines = Deadlines(self._watch.pace)
+        self._delay = AdmissionDelay(config.scheduler_delay_factor, self._watch.pace)
         self._seqs: dict[str, Sequence] = {}
         # Resumed sequences that were complete when they came: they end with the next update.
         self._complete: dict[str, tuple[Sequence, FinishReason]] = {}
+        # Who was dropped for its deadline since the last update.
+        self._overdue: list[SequenceOutput] = []
         self._removed_ids: list[str] = []
         self._in_flight: list[tuple[Sequence, Chunk]] | None = None
         self._step = 0
         self._serials = count()
         self._num_recomputed_tokens = 0
         self._num_missing_blocks = 0
+        self._num_step_splits = 0
+        self._num_overdue = 0
 
     @property
     def max_num_tokens(self) -> int:
@@ -91,22 +112,28 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step is due: something is unfinished, or the runner holds rows or copies of what has ended."""
-        return bool(self._seqs or self._removed_ids or self.kv.has_transfers)
+        """Whether a step is due: something is unfinished or not told, or the runner holds rows or copies of its."""
+        return bool(self._seqs or self._removed_ids or self._overdue or self.kv.has_transfers)
 
     def add(self, seq: Sequence) -> None:
         """Take a sequence on. It is this scheduler's until it ends.
 
-        Raises DuplicateSequenceError, and PromptTooLongError where prompt and `max_tokens` could never fit, even
-        with nothing else running. A resumed sequence that lacks nothing ends with the next `update`.
+        Raises DuplicateSequenceError, PromptTooLongError where prompt and `max_tokens` could never fit, even with
+        nothing else running, and InvalidPromptError where its family has another prompt. A resumed sequence that
+        lacks nothing ends with the next `update`.
         """
         if seq.seq_id in self._seqs:
             raise DuplicateSequenceError(f"sequence {seq.seq_id} is running or waiting already: give it another id")
         seq.max_num_tokens = self._max_num_tokens_of(seq)
+        if seq.family is not None:
+            seq.family.join(seq)
         seq.serial = next(self._serials)
         self._seqs[seq.seq_id] = seq
+        if self.policy.fair is not None:
+            self.policy.fair.arrive(seq)
         reason = finish_reason(seq, self.config.eos_token_ids)
         if reason is None:
+            self._deadlines.add(seq)
             self.waiting.add(seq)
         else:
             self._complete[seq.seq_id] = (seq, reason)
@@ -121,10 +148,7 @@ class Scheduler:
         seq = self._seqs.get(seq_id)
         if seq is None:
             return False
-        if seq.status is SequenceStatus.RUNNING:
-            self.running.remove(seq)
-        elif self.moving.pop(seq_id, None) is None and self._complete.pop(seq_id, None) is None:
-            self.waiting.remove(seq)
+        self._take_out(seq)
         self._end(seq, FinishReason.ABORTED)
         return True
 
@@ -147,11 +171,18 @@ class Scheduler:
         If anything is unfinished, it computes a token at least, or copies between the tiers are on their way.
         """
         assert self._in_flight is None, f"step {self._step} was scheduled, but never updated"
-        adder = StepAdder(self.kv, self.config.max_num_batched_tokens)
+        self._watch.begin(now)
+        for seq in self._deadlines.take_overdue(now, is_step_counted=self.policy.drops_hopeless):
+            self._drop(seq, now)
+        num_tokens = self._watch.guard.num_step_tokens(len(self.running))
+        adder = StepAdder(self.kv, num_tokens, self._tier_hits)
+        if self.policy.fair is not None and self.kv.num_available_blocks < len(self.running):
+            self.running.reorder()
         has_lacked_blocks = self._serve_running(adder)
         # Who was preempted must not be let in again with the blocks it has just made room with.
-        if self.waiting and not has_lacked_blocks:
+        if self.waiting and not has_lacked_blocks and self._is_admission_due(adder, now):
             self._admit_waiting(adder, now)
+        self._write_behind.begin(self.running)
         self._step += 1
         self._in_flight = adder.work
         removed_ids, self._removed_ids = tuple(self._removed_ids), []
@@ -166,9 +197,11 @@ class Scheduler:
         assert self._in_flight is not None, f"step {output.step} is updated twice"
         assert output.step == self._step, f"step {output.step} is updated, but step {self._step} was the last"
         work, self._in_flight = self._in_flight, None
+        self._num_step_splits += runner_output.num_splits
+        self._watch.end(now, self.running, work)
         for result in runner_output.transfers:
             self._end_transfer(result)
-        outputs = []
+        outputs, self._overdue = self._overdue, []
         for seq, reason in self._complete.values():
             self._end(seq, reason)
             outputs.append(SequenceOutput(seq.seq_id, (), reason, stats=seq.stats(now)))
@@ -178,11 +211,16 @@ class Scheduler:
                 continue
             error = runner_output.failed.get(seq.seq_id)
             if error is not None:
-                outputs.append(self._fail(seq, error, now))
+                is_out_of_memory = seq.seq_id in runner_output.out_of_memory_ids
+                outputs.append(self._fail(seq, error, now, is_out_of_memory=is_out_of_memory))
                 continue
             self._advance(seq, chunk)
             if chunk.is_sampled:
-                outputs.append(self._append_token(seq, runner_output.sampled[seq.seq_id], now))
+                logprob = runner_output.logprobs.get(seq.seq_id)
+                outputs.append(self._append_token(seq, runner_output.sampled[seq.seq_id], logprob, now))
+            elif self.policy.drops_hopeless and self._deadlines.is_hopeless(seq, now):
+                self._drop(seq, now)
+                outputs.append(self._overdue.pop())
         return outputs
 
     def stats(self) -> SchedulerStats:
@@ -218,7 +256,20 @@ class Scheduler:
             num_cpu_blocks=0 if swap is None else swap.pool.num_blocks,
             num_used_cpu_blocks=0 if swap is None else swap.pool.num_blocks - swap.pool.num_free,
             num_transfers=0 if swap is None else len(swap.flights),
+            num_step_splits=self._num_step_splits,
+            prefix_tier_hit_tokens=kv.num_tier_hit_tokens,
+            num_written_behind_blocks=0 if swap is None else swap.num_written_behind_blocks,
+            written_behind_bytes=0 if swap is None else swap.num_written_behind_blocks * block_bytes,
+            num_overdue=self._num_overdue,
+            num_allowed_seqs=self._watch.guard.num_seqs,
+            num_saved_blocks=self._num_saved_blocks(),
+            num_forks=kv.num_forks,
+            num_copied_blocks=kv.num_copied_blocks,
         )
+
+    def _num_saved_blocks(self) -> int:
+        num_in_tables = sum([len(seq.block_table) for seq in chain(self.running, self.moving.values())])
+        return num_in_tables - (self.kv.num_owned_blocks - self.kv.num_leaving_blocks)
 
     def _max_num_tokens_of(self, seq: Sequence) -> int:
         limit = self.max_num_tokens
@@ -283,32 +334,52 @@ class Scheduler:
             del self.moving[seq.seq_id]
             self._place(seq)
 
+    def _is_admission_due(self, adder: StepAdder, now: float) -> bool:
+        """Not as long as others may come to fill the step; nothing is held back where nothing runs."""
+        return len(self.running) == 0 or self._delay.is_due(self.waiting, adder.num_tokens_left, now)
+
     def _admit_waiting(self, adder: StepAdder, now: float) -> None:
         """Admit in order while there is room. Small ones may pass a big one that doesn't fit, up to a limit."""
         passed: list[Sequence] = []
         admitted: list[Sequence] = []
+        hopeless: list[Sequence] = []
+        max_num_seqs = self._watch.guard.num_seqs
         coming = [seq for seq in self.moving.values() if seq.status is SequenceStatus.SWAPPING_IN]
         num_admitted = len(self.running) + len(coming)
         adder.open_admission(chain(self.running, coming))
-        for seq in self.waiting:
-            if adder.num_tokens_left == 0 or num_admitted == self.config.max_num_seqs:
+        for seq in self.waiting.candidates():
+            if adder.num_tokens_left == 0 or num_admitted >= max_num_seqs:
                 break
+            if seq.family is not None and seq.family.is_awaited_by(seq):
+                continue
+            if self.policy.drops_hopeless and self._is_hopeless(seq, now):
+                hopeless.append(seq)
+                continue
             if len(passed) == MAX_PASSED or any(other.num_passes == MAX_PASSES for other in passed):
                 break
             if adder.try_admit(seq, is_alone=num_admitted == 0 and not self.kv.has_transfers):
                 admitted.append(seq)
                 num_admitted += 1
+                self._charge_prompt(seq)
                 for other in passed:
                     other.num_passes += 1
             else:
                 passed.append(seq)
+        for seq in hopeless:
+            self._drop(seq, now)
         for seq in admitted:
-            self.waiting.remove(seq)
+            self.waiting.admit(seq)
             if seq.status is not SequenceStatus.SWAPPING_IN:
                 seq.status = SequenceStatus.RUNNING
             self._place(seq)
             if seq.first_scheduled_s is None:
                 seq.first_scheduled_s = now
+
+    def _charge_prompt(self, seq: Sequence) -> None:
+        """Have the tenant pay, once, for what is to be computed of the prompt of one that is admitted."""
+        if self.policy.fair is not None and seq.first_scheduled_s is None:
+            num_present = max(seq.num_cached_tokens, seq.num_computed_tokens)
+            self.policy.fair.charge_prompt(seq, max(0, seq.num_prompt_tokens - num_present))
 
     def _advance(self, seq: Sequence, chunk: Chunk) -> None:
         end = chunk.start + chunk.num_tokens
@@ -321,22 +392,44 @@ class Scheduler:
         if end // self.kv.block_size > seq.num_sealed_blocks:
             self.kv.seal_full_blocks(seq)
 
-    def _append_token(self, seq: Sequence, token_id: int, now: float) -> SequenceOutput:
+    def _append_token(self, seq: Sequence, token_id: int, logprob: float | None, now: float) -> SequenceOutput:
         seq.token_ids.append(token_id)
         if seq.first_token_s is None:
             seq.first_token_s = now
         reason = finish_reason(seq, self.config.eos_token_ids)
         if reason is None:
-            return SequenceOutput(seq.seq_id, (token_id,))
+            return SequenceOutput(seq.seq_id, (token_id,), logprob=logprob)
         self.running.remove(seq)
         self._end(seq, reason)
-        return SequenceOutput(seq.seq_id, (token_id,), reason, stats=seq.stats(now))
+        return SequenceOutput(seq.seq_id, (token_id,), reason, stats=seq.stats(now), logprob=logprob)
 
-    def _fail(self, seq: Sequence, error: str, now: float) -> SequenceOutput:
+    def _is_hopeless(self, seq: Sequence, now: float) -> bool:
+        """Whether a waiting sequence can't make it, even with what a tier or its family has of it."""
+        if not self._deadlines.is_hopeless(seq, now):
+            return False
+        if seq.family is not None and seq.family.source(seq) is not None:
+            return self._deadlines.is_hopeless(seq, now, min(seq.num_prompt_tokens, seq.num_tokens - 1))
+        return self._deadlines.is_hopeless(seq, now, self.kv.num_found_tokens(seq))
+
+    def _take_out(self, seq: Sequence) -> None:
+        """Take an unfinished sequence out of whichever queue it is in."""
+        if seq.status is SequenceStatus.RUNNING:
+            self.running.remove(seq)
+        elif self.moving.pop(seq.seq_id, None) is None and self._complete.pop(seq.seq_id, None) is None:
+            self.waiting.remove(seq)
+
+    def _drop(self, seq: Sequence, now: float) -> None:
+        """End a sequence for its deadline, as an abort would; the next update says so."""
+        self._take_out(seq)
+        self._end(seq, FinishReason.DEADLINE)
+        self._num_overdue += 1
+        self._overdue.append(SequenceOutput(seq.seq_id, (), FinishReason.DEADLINE, stats=seq.stats(now)))
+
+    def _fail(self, seq: Sequence, error: str, now: float, *, is_out_of_memory: bool) -> SequenceOutput:
         self.running.remove(seq)
         self.kv.discard(seq)
         self._end(seq, FinishReason.ERROR)
-        return SequenceOutput(seq.seq_id, (), FinishReason.ERROR, error=error, stats=seq.stats(now))
+        return SequenceOutput(seq.seq_id, (), FinishReason.ERROR, error, seq.stats(now), is_out_of_memory)
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         """The one door out: whoever ends, for whatever reason, leaves no block, row or entry behind.
@@ -345,6 +438,11 @@ class Scheduler:
         """
         self._remove_row(seq)
         self.kv.free(seq)
+        if seq.family is not None:
+            seq.family.leave(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
         del self._seqs[seq.seq_id]
+        self._deadlines.leave(seq)
+        if self.policy.fair is not None:
+            self.policy.fair.leave(seq)

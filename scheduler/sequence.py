@@ -7,6 +7,7 @@ from typing import Final
 
 from scheduler.block_table import BlockTable
 from scheduler.errors import InvalidPromptError
+from scheduler.family import Family
 from scheduler.output import FinishReason, SequenceStats
 from scheduler.sampling_params import SamplingParams
 
@@ -31,6 +32,7 @@ class SequenceStatus(Enum):
 
     The three swap states are entered only where there is a CPU tier that takes victims. Where all its blocks lie in
     the tier it goes to already, a victim is SWAPPED at once, and one that comes back is admitted like any other.
+    A WAITING one whose beginning lies in the CPU tier is SWAPPING_IN when it is admitted.
     """
 
     WAITING = auto()
@@ -58,6 +60,8 @@ class Sequence:
     seed: the resolved seed of its draws.
     priority: larger is more important.
     tenant, adapter, cache_salt: only sequences that agree in all three share cached prefixes.
+    use_prefix_cache: it may find blocks of others, and they its own; if not, what it computes is known to nobody.
+    family: those that share its prompt, if there are any; it joins them when a scheduler takes it on.
     arrival_s, deadline_s: seconds of the clock whose readings the scheduler is passed.
 
     Raises InvalidPromptError for a prompt without tokens, or with ids that don't fit 31 bits. (Whether an id
@@ -73,11 +77,13 @@ class Sequence:
         "cache_salt",
         "cpu_table",
         "deadline_s",
+        "family",
         "finish_reason",
         "first_scheduled_s",
         "first_token_s",
         "has_row",
         "is_damaged",
+        "is_followed",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -89,6 +95,7 @@ class Sequence:
         "num_swapped_tokens",
         "num_tokens_seen",
         "num_transfers",
+        "num_written_blocks",
         "priority",
         "sampling",
         "sealed_name",
@@ -99,6 +106,7 @@ class Sequence:
         "swapped_bytes",
         "tenant",
         "token_ids",
+        "use_prefix_cache",
     )
 
     def __init__(
@@ -113,6 +121,8 @@ class Sequence:
         tenant: str = "",
         adapter: str = "",
         cache_salt: str = "",
+        use_prefix_cache: bool = True,
+        family: Family | None = None,
         arrival_s: float = 0.0,
         deadline_s: float | None = None,
     ) -> None:
@@ -128,6 +138,8 @@ class Sequence:
         self.tenant: Final = tenant
         self.adapter: Final = adapter
         self.cache_salt: Final = cache_salt
+        self.use_prefix_cache: Final = use_prefix_cache
+        self.family: Final = family
         self.arrival_s: Final = arrival_s
         self.deadline_s: Final = deadline_s
 
@@ -145,12 +157,16 @@ class Sequence:
         # The prefix cache's notes: hashes of its full blocks, how many blocks it has sealed, the last one's name.
         self.block_hashes: Final[list[int]] = []
         self.num_sealed_blocks = 0
+        # None until it is first looked up; False where the cache takes samples and this is none.
+        self.is_followed: bool | None = None
         self.sealed_name: int | None = None
         # While it is swapped or on its way: its blocks of the CPU tier, the tokens whose KV they hold, how many
         # transfers it waits for, and whether one of them has failed.
         self.cpu_table: Final = BlockTable()
         self.num_swapped_tokens = 0
         self.num_transfers = 0
+        # Its first blocks that were seen in the CPU tier while it ran: a note, they may have gone since.
+        self.num_written_blocks = 0
         self.is_damaged = False
 
         self.num_passes = 0

@@ -6,6 +6,7 @@ from scheduler.block_pool import Block
 from scheduler.kv_cache_manager import KVCacheManager
 from scheduler.output import Chunk, NewRow, SchedulerOutput
 from scheduler.sequence import Sequence, SequenceStatus
+from scheduler.tier_hits import TierHits
 
 # A sequence that comes back from its k-th preemption must find room for 2^k blocks more than it has tokens for;
 # beyond 2^10 that is more than any context.
@@ -18,11 +19,13 @@ class StepAdder:
     Lives within one `Scheduler.schedule`. `num_tokens_left` is what is left of the budget.
     """
 
-    def __init__(self, kv: KVCacheManager, num_tokens: int) -> None:
+    def __init__(self, kv: KVCacheManager, num_tokens: int, tier_hits: TierHits | None = None) -> None:
         self._kv = kv
+        self._tier_hits = tier_hits
         self.num_tokens_left = num_tokens
         self.work: list[tuple[Sequence, Chunk]] = []
         self._new_rows: list[NewRow] = []
+        self._renewed_ids: list[str] = []
         self._num_promised_blocks = 0
         self._num_reserved_blocks = 0
 
@@ -35,9 +38,13 @@ class StepAdder:
         num_tokens = self._num_chunk_tokens(seq, num_behind)
         if self._num_reserved_blocks > 0 and self.num_missing_blocks(seq, num_behind) > 0:
             return False
+        is_row_stale = seq.has_row and self._kv.must_copy(seq)
         new_block_ids = self._kv.allocate_slots(seq, num_tokens)
         if new_block_ids is None:
             return False
+        if is_row_stale:  # a block in the middle of its table has changed, so the runner gets the row anew
+            self._renewed_ids.append(seq.seq_id)
+            seq.has_row = False
         self._add(seq, num_tokens, new_block_ids)
         return True
 
@@ -74,13 +81,28 @@ class StepAdder:
         the tiers, there is nobody to disturb: whatever `Scheduler.add` has let in fits.
 
         It gets its first chunk at once, but for one whose blocks must be copied first: that is SWAPPING_IN now.
+
+        One of a family forks from a member that holds more of what it needs than the prefix cache.
         """
         hit = self._kv.find_prefix(seq)
+        source = None if seq.family is None else seq.family.source(seq)
+        num_forked = 0
+        if source is not None:
+            common = self._kv.find_common(seq, source)
+            hit = common if len(common) > len(hit) else hit
+            num_forked = self._num_forked_tokens(seq, hit)
         if not is_alone and not self._fits(seq, hit):
             return False
-        if seq.status is not SequenceStatus.SWAPPED:
-            self._kv.take_prefix(seq, hit)
-        elif self._kv.swap_in(seq, hit):
+        must_copy = False
+        if source is not None and num_forked > 0:
+            self._kv.fork(source, seq, num_forked)
+        elif seq.status is SequenceStatus.SWAPPED:
+            must_copy = self._kv.swap_in(seq, hit)
+        else:
+            must_copy = self._tier_hits is not None and self._tier_hits.try_begin(seq, hit)
+            if not must_copy:
+                self._kv.take_prefix(seq, hit)
+        if must_copy:
             self._num_promised_blocks += self._num_future_blocks(seq, 1)
             return True
         num_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, self.num_tokens_left)
@@ -93,14 +115,26 @@ class StepAdder:
     def build(self, step: int, removed_ids: tuple[str, ...]) -> SchedulerOutput:
         """The step, ready for the runner."""
         swap_outs, swap_ins = self._kv.take_transfers()
+        block_copies = self._kv.take_copies()
         return SchedulerOutput(
             step=step,
             chunks=tuple([chunk for _, chunk in self.work]),
             new_rows=tuple(self._new_rows),
-            removed_ids=removed_ids,
+            removed_ids=(*removed_ids, *self._renewed_ids) if self._renewed_ids else removed_ids,
+            block_copies=block_copies,
             swap_outs=swap_outs,
             swap_ins=swap_ins,
         )
+
+    def _num_forked_tokens(self, seq: Sequence, hit: list[Block]) -> int:
+        """Tokens that a waiting sequence shares by a fork from one that holds the prompt; 0 if `hit` serves it better.
+
+        The last of what it knows is left to compute, so one without tokens of its own computes the prompt's last
+        again: its first token is drawn from that.
+        """
+        num_tokens = min(seq.num_prompt_tokens, seq.num_tokens - 1)
+        is_waiting = seq.status is SequenceStatus.WAITING
+        return num_tokens if is_waiting and num_tokens >= len(hit) * self._kv.block_size else 0
 
     def _num_chunk_tokens(self, seq: Sequence, num_behind: int) -> int:
         num_tokens = len(seq.token_ids) - seq.num_computed_tokens
@@ -137,4 +171,6 @@ class StepAdder:
         The last token that may be generated needs no slot: nothing comes after it that would attend to it.
         """
         num_tokens = min(len(seq.token_ids) + num_spare * self._kv.block_size, seq.max_num_tokens - 1)
-        return self._kv.num_blocks_for(num_tokens) - len(seq.block_table)
+        num_missing = self._kv.num_blocks_for(num_tokens) - len(seq.block_table)
+        # One on its way in shares the blocks that it will write to with nobody but the transfer.
+        return num_missing + (seq.status is not SequenceStatus.SWAPPING_IN and self._kv.must_copy(seq))

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 
 from scheduler.block_pool import Block, BlockPool
 from scheduler.output import BlockCopy, Transfer, TransferResult
@@ -41,7 +41,7 @@ class SwapTier:
 
     Full blocks are entered into `index` under their content, like those of the device, and keep it until they are
     handed out again. A block that lies here already, because a sequence that shares it, or the same one earlier, was
-    swapped out, is not copied again.
+    swapped out, or because it was written behind, is not copied again.
     """
 
     def __init__(self, num_blocks: int, device: BlockPool, index: PrefixCache | None, block_bytes: int) -> None:
@@ -52,6 +52,7 @@ class SwapTier:
         self.num_out_blocks = 0
         self.num_in_blocks = 0
         self.num_damaged_blocks = 0
+        self.num_written_behind_blocks = 0
         self._device = device
         self._block_bytes = block_bytes
         self._outs: list[Transfer] = []
@@ -67,6 +68,16 @@ class SwapTier:
             return 0
         held = Counter(block for flight in self.flights.values() for block in flight.device)
         return sum([block.ref_cnt == num_refs for block, num_refs in held.items()])
+
+    @property
+    def num_begun_blocks(self) -> int:
+        """Blocks whose copies were begun since `take_transfers`."""
+        return sum([len(transfer.copies) for transfer in chain(self._outs, self._ins)])
+
+    @property
+    def has_begun_all(self) -> bool:
+        """Whether all transfers on their way were begun since `take_transfers`: the link was idle before."""
+        return len(self.flights) == len(self._outs) + len(self._ins)
 
     def num_blocks_to_copy(self, seq: Sequence, num_full: int) -> int:
         """Blocks that swapping `seq`, `num_full` of whose blocks are full, would copy out."""
@@ -93,13 +104,52 @@ class SwapTier:
         awaited = {self._filling[block.block_id] for block in kept if block.block_id in self._filling}
         if moving:
             # The sequence's reference to the device blocks is the flight's from now on.
-            transfer = self._begin(True, moving, seq.cpu_table.tail(len(kept)), seq)
+            transfer = self._begin(True, moving, seq.cpu_table.tail(len(kept)))
+            self.num_out_blocks += len(moving)
+            seq.swapped_bytes += len(moving) * self._block_bytes
             self._outs.append(transfer)
             awaited.add(transfer.transfer_id)
-            self._enter(seq, len(kept), num_full)
+            self._enter(seq, kept, seq.cpu_table.tail(len(kept))[: num_full - len(kept)])
         for transfer_id in sorted(awaited):
             self._wait(seq, transfer_id, SequenceStatus.SWAPPING_OUT)
         return True
+
+    def write_behind(self, seq: Sequence, num_full: int, max_blocks: int) -> int:
+        """Begin to copy what the first `num_full` blocks of `seq`, which are full, lack here; the number of copies.
+
+        `seq` keeps its blocks and runs on: nobody writes to a full block. The copies belong to nobody when their
+        transfer has ended; they are found by what they hold, until they are handed out again.
+        """
+        kept = self._find(seq, num_full)
+        start = len(kept)
+        count = min(num_full - start, max_blocks, self.pool.num_free - sum([block.ref_cnt == 0 for block in kept]))
+        seq.num_written_blocks = start + max(0, count)
+        if count <= 0:
+            return 0
+        self.pool.touch(kept)
+        new = self.pool.allocate(count)
+        assert new is not None, f"{count} of {self.pool.num_free} free CPU blocks can't be had"
+        moving = seq.block_table.tail(start)[:count]
+        self._device.touch(moving)
+        targets = _paired(moving, new)
+        self._outs.append(self._begin(True, moving, targets))
+        self._enter(seq, kept, targets)
+        self.num_written_behind_blocks += count
+        self.pool.free(reversed(targets))
+        self.pool.free(reversed(kept))
+        return count
+
+    def find_prefix(self, seq: Sequence) -> list[Block]:
+        """The longest run of blocks that `seq` begins with, all of which have been copied here."""
+        found = self.index.find(seq) if self.index is not None and seq.use_prefix_cache else []
+        num_ready = next((i for i, block in enumerate(found) if block.block_id in self._filling), len(found))
+        return found[:num_ready]
+
+    def adopt(self, seq: Sequence, blocks: list[Block]) -> None:
+        """Let waiting `seq` hold `blocks`, which `find_prefix` has found, as if it had been swapped."""
+        self.pool.touch(blocks)
+        seq.cpu_table.append(blocks)
+        self.num_sequences += 1
 
     def begin_in(self, seq: Sequence, blocks: list[Block]) -> None:
         """Begin to copy the last blocks of swapped `seq` into `blocks`, which it owns and has not in its table yet.
@@ -110,7 +160,9 @@ class SwapTier:
         targets = _paired(sources, blocks)
         seq.block_table.append(targets)
         self._device.touch(targets)
-        transfer = self._begin(False, targets, sources, seq)
+        transfer = self._begin(False, targets, sources)
+        self.num_in_blocks += len(sources)
+        seq.swapped_bytes += len(sources) * self._block_bytes
         self._ins.append(transfer)
         self._wait(seq, transfer.transfer_id, SequenceStatus.SWAPPING_IN)
 
@@ -155,18 +207,14 @@ class SwapTier:
         self._forget(self._find(seq, num_full))
 
     def _find(self, seq: Sequence, num_full: int) -> list[Block]:
-        return [] if self.index is None else self.index.find(seq, num_full)
+        return self.index.find(seq, num_full) if self.index is not None and seq.use_prefix_cache else []
 
-    def _begin(self, is_out: bool, device: list[Block], cpu: list[Block], seq: Sequence) -> Transfer:
+    def _begin(self, is_out: bool, device: list[Block], cpu: list[Block]) -> Transfer:
         self.pool.touch(cpu)
         transfer_id = next(self._ids)
         self.flights[transfer_id] = Flight(is_out, device, cpu)
-        seq.swapped_bytes += len(cpu) * self._block_bytes
         if is_out:
-            self.num_out_blocks += len(cpu)
             self._filling.update({block.block_id: transfer_id for block in cpu})
-        else:
-            self.num_in_blocks += len(cpu)
         pairs = zip(device, cpu, strict=True) if is_out else zip(cpu, device, strict=True)
         copies = sorted([(source.block_id, target.block_id) for source, target in pairs])
         return Transfer(transfer_id, tuple([BlockCopy(src, dst) for src, dst in copies]))
@@ -176,21 +224,21 @@ class SwapTier:
         seq.num_transfers += 1
         seq.status = status
 
-    def _enter(self, seq: Sequence, start: int, num_full: int) -> None:
-        """Enter blocks [start, num_full) of the CPU table into the index, behind those that are there."""
-        if self.index is None:
+    def _enter(self, seq: Sequence, kept: list[Block], blocks: list[Block]) -> None:
+        """Enter `blocks`, which hold the full blocks of `seq` behind those in `kept`, into the index."""
+        if self.index is None or not seq.use_prefix_cache:
             return
         name = None
-        if start:
-            content = seq.cpu_table[start - 1].content
-            assert content is not None, f"{seq} keeps {seq.cpu_table[start - 1]}, which holds nothing"
+        if kept:
+            content = kept[-1].content
+            assert content is not None, f"{seq} keeps {kept[-1]}, which holds nothing"
             name = content.name
-        for index in range(start, num_full):
-            name, content, loser = self.index.enter(seq, index, name, seq.cpu_table[index])
+        for index, block in enumerate(blocks, start=len(kept)):
+            name, content, loser = self.index.enter(seq, index, name, block)
             if loser is not None:
                 self.pool.drop_content(loser)
             if content is not None:
-                self.pool.set_content(seq.cpu_table[index], content)
+                self.pool.set_content(block, content)
 
     def _forget(self, blocks: Iterable[Block]) -> None:
         for block in blocks:

@@ -4,8 +4,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from scheduler import invariants
+from scheduler.family import Family
 from scheduler.output import ModelRunnerOutput, SchedulerOutput, SchedulerStats, SequenceOutput
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
@@ -19,6 +21,9 @@ class EngineRequest:
     `generated_ids` are tokens that an earlier attempt already produced: generation goes on after them.
     `seed` is used where `sampling.seed` is None. Only requests of one tenant and one cache_salt share cached prefixes.
     priority: larger is more important.
+    use_prefix_cache: it may begin with blocks that others have computed, and they with its own.
+    deadline_in_s: seconds from when the engine gets it; None is no limit.
+    family: a name that the sequences of one request share, which have the same prompt; "" for one that is alone.
     """
 
     seq_id: str
@@ -29,6 +34,9 @@ class EngineRequest:
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
+    use_prefix_cache: bool = True
+    deadline_in_s: float | None = None
+    family: str = ""
 
 
 class Runner(Protocol):
@@ -66,6 +74,8 @@ class Engine:
         self.times = StepTimes()
         self._check = check_invariants
         self._clock = clock
+        # Each lives as long as a member.
+        self._families: WeakValueDictionary[str, Family] = WeakValueDictionary()
 
     @property
     def has_work(self) -> bool:
@@ -74,6 +84,7 @@ class Engine:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a sequence. Raises InvalidPromptError, PromptTooLongError or DuplicateSequenceError."""
+        now = self._clock()
         self.scheduler.add(
             Sequence(
                 seq_id=request.seq_id,
@@ -84,9 +95,15 @@ class Engine:
                 priority=request.priority,
                 tenant=request.tenant,
                 cache_salt=request.cache_salt,
-                arrival_s=self._clock(),
+                use_prefix_cache=request.use_prefix_cache,
+                family=self._family_of(request),
+                arrival_s=now,
+                deadline_s=None if request.deadline_in_s is None else now + request.deadline_in_s,
             )
         )
+
+    def _family_of(self, request: EngineRequest) -> Family | None:
+        return self._families.setdefault(request.family, Family()) if request.family else None
 
     def abort(self, seq_id: str) -> bool:
         """Stop a sequence and free its blocks, whatever its state. False if there is no such sequence (any more)."""

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import torch
 
+from model.activations import measure_activations
 from model.config import ModelConfig
 from model.decoder import Decoder
+from model.determinism import batch_dependence
 from model.errors import ModelError
 from model.kv_cache import KVCache, kv_block_bytes
 from model.loader import load_checkpoint, load_config
@@ -33,6 +35,8 @@ CPU_OVERHEAD_BYTES = 600 << 20
 # The CPU tier on CUDA where nothing is said: this much, but no more than this share of the free memory.
 SWAP_DEFAULT_BYTES = 4 << 30
 SWAP_SHARE = 0.25
+# Beyond what the largest step was measured to take: pieces between allocations, and copies that overlap it.
+ACTIVATION_MARGIN = 1.2
 # Measuring how fast a prompt is computed may lengthen the start by this much.
 MEASURE_S = 0.03
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,6 +65,9 @@ def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, Engi
     path = Path(config.model_path)
     model_config = load_config(path)
     dtype = _pick_dtype(config.dtype, model_config, device)
+    dependence = batch_dependence(model_config, dtype, device)
+    if config.deterministic and dependence is not None:
+        raise StartupError(f"deterministic can't be kept: {dependence}, or turn deterministic off")
     _check_weights_fit(path, model_config, dtype, device)
     max_model_len = _pick_max_model_len(config, model_config)
     tokenizer = Tokenizer.from_checkpoint(path)
@@ -69,7 +76,17 @@ def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, Engi
     )
     decoder = Decoder(model_config, checkpoint.weights, device=device, dtype=dtype, max_positions=max_model_len)
     block_bytes = kv_block_bytes(model_config, config.block_size, dtype)
-    num_blocks = _pick_num_blocks(config, block_bytes, max_model_len, device)
+    batched_tokens = config.max_num_batched_tokens or max(BATCHED_TOKENS[device.type], config.max_num_seqs)
+    limits = RunnerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        sampled_vocab_size=tokenizer.vocab_size,
+        num_threads=config.num_threads,
+    )
+    activation_bytes = None
+    if device.type == "cuda":
+        activation_bytes = measure_activations(decoder, limits, config.block_size, batched_tokens)
+    num_blocks = _pick_num_blocks(config, block_bytes, max_model_len, device, activation_bytes)
     num_swap_blocks = _pick_num_swap_blocks(config, num_blocks, block_bytes, device)
     kv_cache = KVCache(
         model_config,
@@ -80,18 +97,10 @@ def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, Engi
         num_cpu_blocks=num_swap_blocks,
         available_bytes=available_bytes,
     )
-    runner = ModelRunner(
-        decoder,
-        kv_cache,
-        RunnerConfig(
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=max_model_len,
-            sampled_vocab_size=tokenizer.vocab_size,
-            num_threads=config.num_threads,
-        ),
-    )
+    runner = ModelRunner(decoder, kv_cache, limits)
     runner.warm_up(report)
-    batched_tokens = config.max_num_batched_tokens or max(BATCHED_TOKENS[device.type], config.max_num_seqs)
+    if device.type == "cpu":  # it decides nothing here, so it can wait until the kernels are compiled
+        activation_bytes = measure_activations(decoder, limits, config.block_size, batched_tokens)
     swap_rate = prefill_rate = None
     if num_swap_blocks:
         swap_rate = measure_swap(kv_cache)
@@ -105,6 +114,10 @@ def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, Engi
             preemption_mode=PreemptionMode(config.preemption_mode),
             swap_bytes_per_s=swap_rate,
             prefill_tokens_per_s=prefill_rate,
+            write_behind_blocks=_num_write_behind_blocks(config, block_bytes),
+            scheduling_policy=config.scheduling_policy,
+            scheduler_delay_factor=config.scheduler_delay_factor,
+            target_itl_ms=config.target_itl_ms,
         ),
         CacheConfig(
             num_blocks=num_blocks,
@@ -123,11 +136,13 @@ def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, Engi
         kv_bytes_per_block=block_bytes,
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
-        fingerprint=_fingerprint(path, dtype, device),
+        fingerprint=_fingerprint(path, dtype, device, is_deterministic=dependence is None),
         pid=os.getpid(),
         num_swap_blocks=num_swap_blocks,
         swap_bytes_per_s=swap_rate,
         prefill_tokens_per_s=prefill_rate,
+        activation_bytes=activation_bytes,
+        batch_dependence=dependence,
     )
     return Engine(scheduler, runner, check_invariants=config.check_invariants), info
 
@@ -170,8 +185,10 @@ def _check_weights_fit(path: Path, model_config: ModelConfig, dtype: torch.dtype
         )
 
 
-def _pick_num_blocks(config: EngineConfig, block_bytes: int, max_model_len: int, device: torch.device) -> int:
-    free = available_bytes() if device.type == "cpu" else _free_cuda_bytes(config, device)
+def _pick_num_blocks(
+    config: EngineConfig, block_bytes: int, max_model_len: int, device: torch.device, activation_bytes: int | None
+) -> int:
+    free = available_bytes() if device.type == "cpu" else _free_cuda_bytes(config, device, activation_bytes or 0)
     if config.num_kv_blocks is not None:
         if config.num_kv_blocks * block_bytes > free:
             raise StartupError(
@@ -214,10 +231,18 @@ def _pick_num_swap_blocks(config: EngineConfig, num_blocks: int, block_bytes: in
     return wanted
 
 
-def _free_cuda_bytes(config: EngineConfig, device: torch.device) -> int:
-    """What gpu_memory_utilization leaves for the KV cache beside the weights and a reserve for activations."""
+def _num_write_behind_blocks(config: EngineConfig, block_bytes: int) -> int:
+    """What fits into the budget, but one at least where it isn't 0: blocks are copied whole."""
+    if config.write_behind_mib == 0:
+        return 0
+    return max(1, int(config.write_behind_mib * (1 << 20)) // block_bytes)
+
+
+def _free_cuda_bytes(config: EngineConfig, device: torch.device, activation_bytes: int) -> int:
+    """What gpu_memory_utilization leaves for the KV cache beside the weights and the largest step's activations."""
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    reserve = total // 20
+    reserve = int(activation_bytes * ACTIVATION_MARGIN)
     return int(max(0, total * config.gpu_memory_utilization - (total - free) - reserve))
 
 
@@ -230,5 +255,6 @@ def num_parameters(config: ModelConfig) -> int:
     return config.num_layers * (attention + mlp) + embeddings
 
 
-def _fingerprint(path: Path, dtype: torch.dtype, device: torch.device) -> str:
-    return f"{path.stem}/{str(dtype).removeprefix('torch.')}/{device.type}/torch-{torch.__version__}"
+def _fingerprint(path: Path, dtype: torch.dtype, device: torch.device, *, is_deterministic: bool) -> str:
+    kept = "/deterministic" if is_deterministic else ""
+    return f"{path.stem}/{str(dtype).removeprefix('torch.')}/{device.type}/torch-{torch.__version__}{kept}"

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from scheduler.policy_names import DEFAULT_POLICY
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -15,6 +17,11 @@ class EngineConfig:
     swap_space_gib, num_swap_blocks: size of the CPU tier that preempted sequences are swapped to, in one or the other
         unit; both None: 4 GiB on CUDA, none on the CPU, where it would be the same memory as the KV cache.
     preemption_mode: auto, swap or recompute.
+    write_behind_mib: how much of likely victims' blocks a step may begin to copy to the CPU tier; 0 turns it off.
+    deterministic: refuse to start where a sequence's tokens could depend on who shares its batch.
+    scheduling_policy: the order of sequences, one or more of fcfs, priority, deadline and fair with commas between.
+    scheduler_delay_factor: prompts wait up to that many times a decode step for others to fill a step with.
+    target_itl_ms: what a step with decodes may take; None is no limit.
     check_invariants: `step` checks every invariant of the scheduler after each step, `idle` when no work is left.
     """
 
@@ -32,8 +39,13 @@ class EngineConfig:
     swap_space_gib: float | None = None
     num_swap_blocks: int | None = None
     preemption_mode: str = "auto"
+    write_behind_mib: float = 16.0
+    scheduling_policy: str = DEFAULT_POLICY
+    scheduler_delay_factor: float = 0.0
+    target_itl_ms: float | None = None
     num_threads: int | None = None
     check_invariants: str = "off"
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +53,8 @@ class EngineInfo:
     """What the engine is, once built. `fingerprint` names what decides its numbers: model, dtype, device, kernels.
 
     The rates are those by which `auto` chooses between swapping and recomputing; None where there is no CPU tier.
+    batch_dependence: why a sequence's tokens may depend on who shares its batch; None where they don't.
+    activation_bytes: what the largest step was measured to take beside weights and KV cache; None where it isn't known.
     """
 
     max_model_len: int
@@ -56,6 +70,8 @@ class EngineInfo:
     num_swap_blocks: int = 0
     swap_bytes_per_s: float | None = None
     prefill_tokens_per_s: float | None = None
+    activation_bytes: int | None = None
+    batch_dependence: str | None = None
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -138,17 +138,22 @@ def unpack_event(message: SequenceABC[Any]) -> Event:
 
 def _pack_output(output: SequenceOutput) -> list[Any]:
     stats = None if output.stats is None else astuple(output.stats)
-    return [output.seq_id, output.new_token_ids, output.finish_reason, output.error, stats]
+    return [
+        output.seq_id, output.new_token_ids, output.finish_reason, output.error, stats, output.is_out_of_memory,
+        output.logprob,
+    ]  # fmt: skip
 
 
 def _unpack_output(values: SequenceABC[Any]) -> SequenceOutput:
-    seq_id, new_token_ids, reason, error, stats = values
+    seq_id, new_token_ids, reason, error, stats, is_out_of_memory, logprob = values
     return SequenceOutput(
         seq_id,
         tuple(new_token_ids),
         None if reason is None else FinishReason(reason),
         error,
         None if stats is None else SequenceStats(*stats),
+        is_out_of_memory,
+        logprob,
     )
 
 

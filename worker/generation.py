@@ -24,6 +24,8 @@ class Generation:
         self.finish_reason: FinishReason | None = None
         self.stats: SequenceStats | None = None
         self.error: str | None = None
+        # Sum over the tokens that count; stays 0 unless the request chooses by it.
+        self.logprob = 0.0
         self._stream = TextStream(
             tokenizer, sampling.stop, include_stop=sampling.include_stop, prompt_tail=prompt_ids[-PROMPT_TAIL:]
         )
@@ -41,7 +43,10 @@ class Generation:
             return False
         self.stats = output.stats
         self.error = output.error
+        num_before = len(self.ids)
         is_stopped_by_text = self._extend(output.new_token_ids, output.finish_reason)
+        if output.logprob is not None and len(self.ids) > num_before:
+            self.logprob += output.logprob
         return is_stopped_by_text and output.finish_reason is None
 
     def replay(self, ids: Sequence[int], eos_token_ids: frozenset[int], max_tokens: int) -> None:

@@ -9,6 +9,7 @@ import structlog
 
 from model.errors import ModelError
 from model.tokenizer import Tokenizer
+from worker.choices import Choices
 from worker.engine import EngineRequest
 from worker.engine_config import EngineInfo
 from worker.errors import ErrorCode, JobError, cancelled, deadline_exceeded
@@ -142,31 +143,42 @@ class Intake:
         request = await self._request_of(job)
         job.request = request
         served = self._served
+        check_deterministic(request, served.info)
         job.prompt_ids = await asyncio.to_thread(prompt_ids_of, request, served.tokenizer)
         max_tokens = check_fits(request, job.prompt_ids, served.info)
-        generation = Generation(request.sampling, served.tokenizer, job.prompt_ids)
+        num_sequences = request.sampling.num_sequences
+        choices = Choices(
+            job.seq_id,
+            [Generation(request.sampling, served.tokenizer, job.prompt_ids) for _ in range(num_sequences)],
+        )
         drawn_seed = secrets.randbits(63)
         if result.covered or result.is_resumed:
             recovered = await persist(lambda: self._links.replies.recover(job.writer), cap_s=self._max_wait_s)
             drawn_seed = drawn_seed if recovered.seed is None else recovered.seed
             job.num_replayed, job.num_attempts = recovered.num_tokens, recovered.num_attempts
-            generation.replay(recovered.ids, served.eos_token_ids, max_tokens)
-            generation.skip_text(len(recovered.text))
-        job.generation = generation
+            for index, generation in enumerate(choices.generations):
+                stored = recovered.choice(index)
+                generation.replay(stored.ids, served.eos_token_ids, max_tokens)
+                generation.skip_text(len(stored.text))
+        job.choices = choices
         job.seed = drawn_seed if request.sampling.seed is None else request.sampling.seed
         job.writer.configure(
             is_streaming=request.stream,
             chunk_ms=request.chunk_ms,
             seed=job.seed if request.sampling.seed is None else None,
+            num_choices=request.sampling.n,
         )
         if job.is_over:  # cancelled or expired while it was tokenized
             return
-        if generation.is_finished:
+        if choices.is_finished:
             job.finish(self._links.clock.now_ms(), served.names)
             return
-        job.writer.token((), generation.take_text())
+        for index, generation in enumerate(choices.generations):
+            if text := generation.take_text():
+                job.writer.token((), text, index)
         self._table.enter_engine(job)
-        self._add_to_engine(job.engine_request())
+        for engine_request in job.engine_requests(self._links.clock.now_ms()):
+            self._add_to_engine(engine_request)
 
     async def _request_of(self, job: Job) -> GenerateRequest:
         limits, envelope = self._links.limits, job.envelope
@@ -213,6 +225,12 @@ def prompt_ids_of(request: GenerateRequest, tokenizer: Tokenizer) -> tuple[int, 
         return tuple(tokenizer.encode(request.prompt or ""))
     except ModelError as error:
         raise JobError(ErrorCode.BAD_REQUEST, str(error)) from error
+
+
+def check_deterministic(request: GenerateRequest, info: EngineInfo) -> None:
+    """Raises JobError where the job asks for tokens that don't depend on the batch, and the engine can't promise it."""
+    if request.deterministic and info.batch_dependence is not None:
+        raise JobError(ErrorCode.BAD_REQUEST, f"deterministic can't be kept by this worker: {info.batch_dependence}")
 
 
 def check_fits(request: GenerateRequest, prompt_ids: tuple[int, ...], info: EngineInfo) -> int:

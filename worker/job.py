@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from scheduler.output import FinishReason, SequenceOutput
+from scheduler.output import FinishReason, SequenceOutput, SequenceStats
+from worker.choices import Choices
 from worker.engine import EngineRequest
-from worker.errors import ErrorCode, JobError
-from worker.generation import Generation
+from worker.errors import ErrorCode, JobError, deadline_exceeded
 from worker.protocol import GenerateRequest, JobEnvelope
 from worker.streams.leases import Entry
 from worker.streams.reply_writer import ReplyWriter
@@ -33,7 +33,7 @@ class WorkerNames:
 
 
 class Job:
-    """A job whose reply is open. `generation` and `request` are set once its prompt is understood.
+    """A job whose reply is open. `choices` and `request` are set once its prompt is understood.
 
     It ends exactly once, by `finish` (through `absorb`) or `fail`; both hand the terminal event to the writer, which
     writes it after every token.
@@ -47,7 +47,7 @@ class Job:
         # The engine's name for this job: one attempt's tokens are never taken for another's.
         self.seq_id = f"{envelope.id}:{writer.attempt}"
         self.request: GenerateRequest | None = None
-        self.generation: Generation | None = None
+        self.choices: Choices | None = None
         self.prompt_ids: tuple[int, ...] = ()
         self.seed = 0
         self.num_replayed = 0
@@ -57,48 +57,78 @@ class Job:
         self.is_over = False
         self.outcome = ""
 
-    def engine_request(self) -> EngineRequest:
-        """What the engine is asked: the prompt, and after it what is already generated."""
+    @property
+    def stats(self) -> SequenceStats | None:
+        """What its sequences have cost together; None where the engine has ended none of them."""
+        return None if self.choices is None else self.choices.stats
+
+    @property
+    def seq_ids(self) -> tuple[str, ...]:
+        """The engine's names for its choices."""
+        return () if self.choices is None else self.choices.seq_ids
+
+    def engine_requests(self, now_ms: int) -> list[EngineRequest]:
+        """What the engine is asked for each choice that goes on: the prompt, and what is already generated after it.
+
+        All in the time that is left.
+        """
         assert self.request is not None, f"{self.envelope.id}: no request yet"
-        assert self.generation is not None, f"{self.envelope.id}: no generation yet"
-        return EngineRequest(
+        assert self.choices is not None, f"{self.envelope.id}: no choices yet"
+        deadline_ms = self.envelope.deadline_ms
+        base = EngineRequest(
             seq_id=self.seq_id,
             prompt_ids=self.prompt_ids,
             sampling=self.request.sampling,
             seed=self.seed,
-            generated_ids=tuple(self.generation.ids),
             priority=self.request.priority,
             tenant=self.request.tenant,
             cache_salt=self.request.cache_salt,
+            deadline_in_s=None if deadline_ms is None else (deadline_ms - now_ms) / 1000,
         )
+        return self.choices.requests(base)
 
     def absorb(self, output: SequenceOutput, now_ms: int, names: WorkerNames) -> bool:
-        """Take in a step's output. True if the engine must be told to stop this sequence."""
-        if self.is_over or self.generation is None:
+        """Take in a step's output of one choice. True if the engine must be told to stop this sequence.
+
+        The job ends with its last choice, or with the first that fails.
+        """
+        if self.is_over or self.choices is None:
             return False
         if output.finish_reason is FinishReason.ERROR:
             reason = output.error or "the engine can't go on with this job"
-            self.fail(JobError(ErrorCode.ENGINE_ERROR, reason), now_ms)
+            code = ErrorCode.OUT_OF_MEMORY if output.is_out_of_memory else ErrorCode.ENGINE_ERROR
+            self.fail(JobError(code, reason), now_ms)
+            return False
+        if output.finish_reason is FinishReason.DEADLINE:
+            is_first = self.times.first_token_ms is None
+            was_begun = not is_first or (output.stats is not None and output.stats.first_scheduled_s is not None)
+            self.fail(deadline_exceeded("running" if was_begun else "queued"), now_ms)
             return False
         if output.new_token_ids:
             self.times.first_token_ms = self.times.first_token_ms or now_ms
             self.times.last_token_ms = now_ms
-        num_before = len(self.generation.ids)
-        must_stop = self.generation.absorb(output)
-        self.writer.token(self.generation.ids[num_before:], self.generation.take_text())
-        if self.generation.is_finished:
+        index = self.choices.index_of(output.seq_id)
+        generation = self.choices[index]
+        num_before = len(generation.ids)
+        must_stop = generation.absorb(output)
+        if not generation.sampling.is_choosing:  # else it is written once it is chosen
+            self.writer.token(generation.ids[num_before:], generation.take_text(), index)
+        if self.choices.is_finished:
             self.finish(now_ms, names)
         return must_stop
 
     def finish(self, now_ms: int, names: WorkerNames) -> None:
         """Hand the `end` event to the writer, with the tail of the text that was held back."""
-        generation = self.generation
-        assert generation is not None, f"{self.envelope.id}: no generation yet"
-        assert generation.finish_reason is not None, f"{self.envelope.id}: not finished"
+        assert self.choices is not None, f"{self.envelope.id}: no choices yet"
+        assert self.choices.is_finished, f"{self.envelope.id}: not finished"
         self.is_over, self.outcome, self.times.finished_ms = True, "done", now_ms
-        self.writer.token((), generation.take_text() + generation.take_tail())
+        sampling = self.choices[0].sampling
+        best = self.choices.best(sampling.n)
+        for index, generation in enumerate(best):
+            ids = generation.ids if sampling.is_choosing else ()
+            self.writer.token(ids, generation.take_text() + generation.take_tail(), index)
         self.writer.end(
-            str(generation.finish_reason),
+            [str(generation.finish_reason) for generation in best],
             usage=self.usage(),
             receipt=self.receipt(names),
             meta=None if self.request is None else self.request.meta,
@@ -113,18 +143,18 @@ class Job:
 
     def queue_ms(self) -> int:
         """From the XADD to the first step that computed this job: the wait in the stream and that in the engine."""
-        stats = None if self.generation is None else self.generation.stats
+        stats = self.stats
         waited_ms = max(0, self.times.opened_ms - self.times.enqueued_ms)
         if stats is None or stats.first_scheduled_s is None:
             return waited_ms
         return waited_ms + round((stats.first_scheduled_s - stats.arrival_s) * 1000)
 
     def usage(self) -> dict[str, int]:
-        """Tokens: of the prompt, generated, found in the prefix cache, and taken over from earlier attempts."""
-        stats = None if self.generation is None else self.generation.stats
+        """Tokens: of the prompt, generated in all choices, in the prefix cache, replayed from earlier attempts."""
+        stats = self.stats
         return {
             "prompt_tokens": len(self.prompt_ids),
-            "completion_tokens": 0 if self.generation is None else len(self.generation.ids),
+            "completion_tokens": 0 if self.choices is None else self.choices.num_tokens,
             "cached_tokens": 0 if stats is None else stats.num_cached_tokens,
             "replayed_tokens": self.num_replayed,
         }
@@ -132,7 +162,7 @@ class Job:
     def receipt(self, names: WorkerNames) -> dict[str, Any]:
         """Where the time went and what it cost."""
         times = self.times
-        stats = None if self.generation is None else self.generation.stats
+        stats = self.stats
         end_ms = times.finished_ms or times.opened_ms
         first_ms = times.first_token_ms or end_ms
         queue_ms = self.queue_ms()

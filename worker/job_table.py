@@ -34,11 +34,12 @@ class JobTable:
 
     def enter_engine(self, job: Job) -> None:
         """The engine was given the job."""
-        self._in_engine[job.seq_id] = job
+        self._in_engine |= dict.fromkeys(job.seq_ids, job)
 
     def leave_engine(self, job: Job) -> None:
         """The engine has nothing more to say about the job."""
-        self._in_engine.pop(job.seq_id, None)
+        for seq_id in job.seq_ids:
+            self._in_engine.pop(seq_id, None)
 
     def by_entry(self, key: EntryKey) -> Job | None:
         """The open job of an entry."""
@@ -49,14 +50,14 @@ class JobTable:
         return self._by_writer.get(writer)
 
     def by_seq_id(self, seq_id: str) -> Job | None:
-        """The job that the engine calls `seq_id`."""
+        """The job one of whose choices the engine calls `seq_id`."""
         return self._in_engine.get(seq_id)
 
     @property
     def num_in_engine(self) -> int:
-        """How many jobs the engine computes or has waiting."""
+        """How many sequences the engine computes or has waiting, at most."""
         return len(self._in_engine)
 
     def in_engine(self) -> list[Job]:
         """Jobs that the engine computes or has waiting."""
-        return list(self._in_engine.values())
+        return list(dict.fromkeys(self._in_engine.values()))

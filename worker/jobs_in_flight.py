@@ -63,10 +63,10 @@ class JobsInFlight:
                 self.end(job, deadline_exceeded("running"))
                 continue
             self._observe_tokens(job, len(output.new_token_ids), now_ms)
-            if job.absorb(output, now_ms, self.names):
-                self._engine_abort(job)
+            if job.absorb(output, now_ms, self.names) and self.engine is not None:
+                self.engine.abort(output.seq_id)
             if job.is_over:
-                self._table.leave_engine(job)
+                self._leave_engine(job)
         self._metrics.observe_scheduler(report.stats, report.times.num_steps)
 
     def on_death(self) -> None:
@@ -81,8 +81,9 @@ class JobsInFlight:
         """A new engine: the jobs go on where they were, and those that came meanwhile begin."""
         self._metrics.engine_restarted()
         for job in self._table.in_engine():
-            if self.engine is not None:
-                self.engine.add(job.engine_request())
+            for request in job.engine_requests(self._links.clock.now_ms()):
+                if self.engine is not None:
+                    self.engine.add(request)
 
     def _observe_tokens(self, job: Job, num_tokens: int, now_ms: int) -> None:
         times = job.times
@@ -178,7 +179,7 @@ class JobsInFlight:
         log.info("job_handed_over", request_id=job.envelope.id)
 
     def _count(self, job: Job, finished_ms: int) -> None:
-        stats = None if job.generation is None else job.generation.stats
+        stats = job.stats
         if stats is not None:
             self._metrics.first_scheduled(job.queue_ms() / 1000)
         outcome = "ok" if job.outcome == "done" else job.outcome
@@ -196,10 +197,10 @@ class JobsInFlight:
         self._on_room()
 
     def _leave_engine(self, job: Job) -> None:
-        if self._table.by_seq_id(job.seq_id) is not None:
-            self._engine_abort(job)
-            self._table.leave_engine(job)
-
-    def _engine_abort(self, job: Job) -> None:
-        if self.engine is not None:
-            self.engine.abort(job.seq_id)
+        """Have the engine stop whatever it still computes of the job."""
+        if job.choices is None or self._table.by_seq_id(job.seq_ids[0]) is None:
+            return
+        for seq_id, generation in zip(job.seq_ids, job.choices.generations, strict=True):
+            if self.engine is not None and not generation.is_finished:
+                self.engine.abort(seq_id)
+        self._table.leave_engine(job)

@@ -19,6 +19,7 @@ import platformdirs
 from model.tokenizer import Tokenizer
 from scheduler.output import FinishReason, SequenceStats
 from scheduler.sampling_params import SamplingParams
+from worker.choices import Choices
 from worker.demo_model import DEMO_MODEL_NAME, ensure_demo_model
 from worker.engine import EngineRequest
 from worker.engine_builder import ProgressCallback, build_engine
@@ -30,16 +31,46 @@ Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """What became of one prompt. `error` is set, and the text empty or partial, where `finish_reason` is `error`."""
+class Choice:
+    """One answer to a prompt. `error` is set, and the text empty or partial, where `finish_reason` is `error`."""
 
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    stats: SequenceStats | None
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What became of one prompt: `choices` holds all `n` answers, and `text` and the rest are those of the first.
+
+    `stats` is what all of them have cost together.
+    """
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    stats: SequenceStats | None
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Token ids of the first choice."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the first choice ended."""
+        return self.choices[0].finish_reason
+
+    @property
+    def error(self) -> str | None:
+        """What was wrong, where the first choice failed."""
+        return self.choices[0].error
 
 
 class LLM:
@@ -93,7 +124,7 @@ class LLM:
             tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt) for prompt in listed
         ]
         runs = [
-            _Run(prompt if isinstance(prompt, str) else None, ids, sampling, self.tokenizer)
+            self._run_of(prompt if isinstance(prompt, str) else None, ids, sampling)
             for prompt, ids, sampling in zip(listed, encoded, each, strict=True)
         ]
         return self._run_all(runs)
@@ -101,7 +132,11 @@ class LLM:
     def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Completion:
         """Answer one conversation, rendered by the checkpoint's chat template."""
         ids = tuple(self.tokenizer.encode_chat(messages))
-        return self._run_all([_Run(None, ids, params or SamplingParams(), self.tokenizer)])[0]
+        return self._run_all([self._run_of(None, ids, params or SamplingParams())])[0]
+
+    def _run_of(self, prompt: str | None, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> "_Run":
+        generations = [Generation(sampling, self.tokenizer, prompt_ids) for _ in range(sampling.num_sequences)]
+        return _Run(prompt, prompt_ids, sampling, Choices(str(next(self._ids)), generations))
 
     @staticmethod
     def _params_for(
@@ -116,13 +151,19 @@ class LLM:
     def _run_all(self, runs: list["_Run"]) -> list[Completion]:
         for run in runs:
             self._check(run)
-        by_id = {f"{next(self._ids)}": run for run in runs}
+        by_id = {
+            seq_id: generation
+            for run in runs
+            for seq_id, generation in zip(run.choices.seq_ids, run.choices.generations, strict=True)
+        }
         try:
-            for seq_id, run in by_id.items():
-                self.engine.add(EngineRequest(seq_id, run.prompt_ids, run.generation.sampling, secrets.randbits(63)))
+            for run in runs:
+                base = EngineRequest("", run.prompt_ids, run.sampling, secrets.randbits(63))
+                for request in run.choices.requests(base):
+                    self.engine.add(request)
             while self.engine.has_work:
                 for output in self.engine.step():
-                    if by_id[output.seq_id].generation.absorb(output):
+                    if by_id[output.seq_id].absorb(output):
                         self.engine.abort(output.seq_id)
         except BaseException:
             for seq_id in by_id:  # also on Ctrl-C: the next call starts with a clean engine
@@ -135,7 +176,7 @@ class LLM:
             raise ValueError("a prompt is empty: give at least one token")
         if bad := [token_id for token_id in run.prompt_ids if not 0 <= token_id < self.info.vocab_size]:
             raise ValueError(f"a prompt holds token id {bad[0]}: use ids from 0 to {self.info.vocab_size - 1}")
-        num_prompt, max_tokens = len(run.prompt_ids), run.generation.sampling.max_tokens
+        num_prompt, max_tokens = len(run.prompt_ids), run.sampling.max_tokens
         if num_prompt + (max_tokens or 1) > self.info.max_sequence_tokens:
             raise ValueError(
                 f"a prompt of {num_prompt} tokens with max_tokens {max_tokens} doesn't fit the "
@@ -143,30 +184,26 @@ class LLM:
             )
 
 
+@dataclass(frozen=True, slots=True)
 class _Run:
     """One prompt on its way."""
 
-    def __init__(
-        self, prompt: str | None, prompt_ids: tuple[int, ...], sampling: SamplingParams, tokenizer: Tokenizer
-    ) -> None:
-        self.prompt = prompt
-        self.prompt_ids = prompt_ids
-        self.generation = Generation(sampling, tokenizer, prompt_ids)
+    prompt: str | None
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    choices: Choices
 
     def completion(self) -> Completion:
         """The end result. Raises PagemillError if there is none, which would be a fault of the engine."""
-        generation = self.generation
-        if generation.finish_reason is None:
-            raise PagemillError("the engine ran out of work before this prompt was finished")
-        return Completion(
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_ids,
-            text=generation.take_text() + generation.take_tail(),
-            token_ids=tuple(generation.ids),
-            finish_reason=generation.finish_reason,
-            stats=generation.stats,
-            error=generation.error,
-        )
+        choices = tuple([_choice_of(generation) for generation in self.choices.best(self.sampling.n)])
+        return Completion(self.prompt, self.prompt_ids, choices, self.choices.stats)
+
+
+def _choice_of(generation: Generation) -> Choice:
+    if generation.finish_reason is None:
+        raise PagemillError("the engine ran out of work before this prompt was finished")
+    text = generation.take_text() + generation.take_tail()
+    return Choice(text, tuple(generation.ids), generation.finish_reason, generation.error)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -40,13 +40,25 @@ class WorkerMetrics:
             "pagemill_preemptions_swap_full", "Preemptions that recompute since the swap space was full."
         )
         self._swapped_bytes = self._counter("pagemill_swapped_bytes", "KV bytes copied to CPU memory and back.", "way")
+        self._written_behind = self._counter(
+            "pagemill_written_behind_bytes", "KV bytes copied to CPU memory before anybody was preempted."
+        )
         self._swap_blocks = self._gauge("pagemill_swap_blocks", "Blocks of the swap space by state.", "state")
         self._damaged = self._counter(
             "pagemill_swap_damaged_blocks", "Blocks that came back with a wrong checksum and were computed again."
         )
+        self._splits = self._counter(
+            "pagemill_step_splits", "Times that memory ran out in a step, so that it was computed in parts."
+        )
         self._recomputed = self._counter("pagemill_recomputed_tokens", "Tokens computed again after a preemption.")
         self._queried = self._counter("pagemill_prefix_queried_tokens", "Prompt tokens looked up in the prefix cache.")
         self._hit = self._counter("pagemill_prefix_hit_tokens", "Prompt tokens found in the prefix cache.")
+        self._tier_hit = self._counter(
+            "pagemill_prefix_cpu_hit_tokens", "Tokens found in CPU memory, part of those found in the prefix cache."
+        )
+        self._saved = self._gauge("pagemill_kv_blocks_saved", "Blocks that sharing saves: n choices, equal prefixes.")
+        self._forks = self._counter("pagemill_forks", "Sequences that began in the blocks of another choice.")
+        self._copied = self._counter("pagemill_copied_blocks", "Shared blocks copied before they were written to.")
         # So that each series is there from the start: a rate over a series that appears with its first count misses it.
         for mode in ("recompute", "swap"):
             self._preemptions.labels(mode)
@@ -89,12 +101,18 @@ class WorkerMetrics:
         self._follow(self._full_tier, stats.num_full_tier_recomputes)
         self._follow(self._swapped_bytes, stats.swapped_out_bytes, "out")
         self._follow(self._swapped_bytes, stats.swapped_in_bytes, "in")
+        self._follow(self._written_behind, stats.written_behind_bytes)
         self._follow(self._damaged, stats.num_damaged_blocks)
         self._swap_blocks.labels("used").set(stats.num_used_cpu_blocks)
         self._swap_blocks.labels("free").set(stats.num_cpu_blocks - stats.num_used_cpu_blocks)
+        self._follow(self._splits, stats.num_step_splits)
         self._follow(self._recomputed, stats.num_recomputed_tokens)
         self._follow(self._queried, stats.prefix_queried_tokens)
         self._follow(self._hit, stats.prefix_hit_tokens)
+        self._follow(self._tier_hit, stats.prefix_tier_hit_tokens)
+        self._saved.set(stats.num_saved_blocks)
+        self._follow(self._forks, stats.num_forks)
+        self._follow(self._copied, stats.num_copied_blocks)
 
     def engine_restarted(self) -> None:
         """A new engine: its totals begin at 0."""

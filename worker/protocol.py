@@ -67,6 +67,7 @@ class GenerateRequest:
 
     `prompt` is completed as it stands, `messages` go through the chat template. `chunk_ms` gathers tokens for that
     long before an event is written; 0 writes as soon as the last event is answered. `meta` is echoed at the end.
+    `deterministic`: refuse the job where its tokens could depend on what else runs.
     User text stays out of repr, so that no log or traceback shows it.
     """
 
@@ -83,6 +84,7 @@ class GenerateRequest:
     result_ttl_ms: int = DEFAULT_LIMITS.default_result_ttl_ms
     meta: str | None = field(default=None, repr=False)
     cache_salt: str = field(default="", repr=False)
+    deterministic: bool = False
     model: str | None = None
     traceparent: str | None = None
     tracestate: str | None = None
@@ -115,11 +117,14 @@ def parse_request(
             ErrorCode.MODEL_NOT_FOUND,
             f"model {shown(model)} is not served here: use {' or '.join(sorted(model_names))}",
         )
+    sampling, stream = _sampling_of(body), as_bool("stream", body.get("stream", True))
+    if sampling.is_choosing and stream:
+        raise bad_request("best_of chooses at the end, so nothing can be streamed: set stream to 0")
     return GenerateRequest(
         id=envelope.id,
         **_prompt_of(body, envelope, prompt_ref_value),
-        sampling=_sampling_of(body),
-        stream=as_bool("stream", body.get("stream", True)),
+        sampling=sampling,
+        stream=stream,
         chunk_ms=as_int("chunk_ms", body.get("chunk_ms", 0), 0, MAX_CHUNK_MS),
         tenant=envelope.tenant,
         priority=envelope.priority,
@@ -127,6 +132,7 @@ def parse_request(
         result_ttl_ms=envelope.result_ttl_ms,
         meta=_meta_of(body),
         cache_salt=as_label("cache_salt", body.get("cache_salt", "")),
+        deterministic=as_bool("deterministic", body.get("deterministic", False)),
         model=model,
         traceparent=envelope.traceparent,
         tracestate=envelope.tracestate,
@@ -203,7 +209,7 @@ def _sampling_of(body: Mapping[str, Any]) -> SamplingParams:
     for name in ("temperature", "top_p"):
         if name in body:
             params[name] = as_float(name, body[name])
-    for name in ("top_k", "max_tokens", "seed"):
+    for name in ("top_k", "max_tokens", "seed", "n", "best_of"):
         if name in body:
             params[name] = as_int(name, body[name], -MAX_INT - 1, MAX_INT)
     for name in ("include_stop", "ignore_eos"):

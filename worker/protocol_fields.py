@@ -49,17 +49,18 @@ BODY_FIELDS: Mapping[str, Kind] = {
     "stop_token_ids": Kind.JSON,
     "include_stop": Kind.BOOL,
     "ignore_eos": Kind.BOOL,
+    "n": Kind.INT,
+    "best_of": Kind.INT,
     "model": Kind.TEXT,
     "stream": Kind.BOOL,
     "chunk_ms": Kind.INT,
     "cache_salt": Kind.TEXT,
+    "deterministic": Kind.BOOL,
     "meta": Kind.TEXT,
 }
 
 # Fields of the protocol that this version doesn't do yet, with the values that ask for nothing.
 NOT_YET_FIELDS: Mapping[str, tuple[Kind, tuple[Any, ...]]] = {
-    "n": (Kind.INT, (1,)),
-    "best_of": (Kind.INT, (1,)),
     "beam_width": (Kind.INT, (0, 1)),
     "min_tokens": (Kind.INT, (0,)),
     "min_p": (Kind.FLOAT, (0,)),
@@ -74,7 +75,6 @@ NOT_YET_FIELDS: Mapping[str, tuple[Kind, tuple[Any, ...]]] = {
     "tools": (Kind.JSON, ([],)),
     "tool_choice": (Kind.TEXT_OR_JSON, ("none", "auto")),
     "adapter": (Kind.TEXT, ("",)),
-    "deterministic": (Kind.BOOL, (False,)),
 }
 
 

@@ -5,7 +5,7 @@ holds, so it notices each of these and asks for the stream to be read again from
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,20 +110,49 @@ class ReplyCursor:
 
 
 @dataclass(slots=True)
-class Reply:
-    """A reply as far as it has come; complete once `last` is a terminal event."""
+class ReplyChoice:
+    """One choice of a reply as far as it has come; `finish` comes with the end."""
 
     text: str = ""
     ids: list[int] = field(default_factory=list)
+    finish: str | None = None
+
+
+@dataclass(slots=True)
+class Reply:
+    """A reply as far as it has come; complete once `last` is a terminal event.
+
+    `text` and `ids` are those of the first of its `choices`, of which there are as many as have said anything.
+    """
+
+    choices: list[ReplyChoice] = field(default_factory=lambda: [ReplyChoice()])
     last: ReplyEvent | None = None
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice."""
+        return self.choices[0].text
+
+    @property
+    def ids(self) -> list[int]:
+        """Token ids of the first choice."""
+        return self.choices[0].ids
 
     def add(self, event: ReplyEvent) -> None:
         """Take over the next event of the stream."""
         if event.kind == "reset":
-            self.text, self.ids = "", []
-        self.text += event.text
-        self.ids += event.ids
+            self.choices = [ReplyChoice()]
+        self._add(event.number("index") or 0, event.text, event.ids, event.fields.get("finish"))
+        for told in event.data("choices") or ():
+            self._add(told["index"], told.get("text", ""), told.get("ids", ()), told["finish"])
         self.last = event
+
+    def _add(self, index: int, text: str, ids: Sequence[int], finish: str | None) -> None:
+        self.choices += [ReplyChoice() for _ in range(index + 1 - len(self.choices))]
+        choice = self.choices[index]
+        choice.text += text
+        choice.ids += ids
+        choice.finish = finish
 
     @property
     def is_ok(self) -> bool:

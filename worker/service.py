@@ -136,6 +136,7 @@ class Service:
                 dtype=info.dtype,
                 num_blocks=info.num_blocks,
                 max_model_len=info.max_model_len,
+                activation_bytes=info.activation_bytes,
                 engine_pid=info.pid,
                 metrics_url=url,
             )
@@ -353,6 +354,11 @@ def make_engine(settings: Settings, progress: ProgressCallback | None) -> Engine
         swap_space_gib=settings.swap_space_gib,
         num_swap_blocks=settings.num_swap_blocks,
         preemption_mode=settings.preemption_mode,
+        write_behind_mib=settings.write_behind_mib,
+        deterministic=settings.deterministic,
+        scheduling_policy=settings.scheduling_policy,
+        scheduler_delay_factor=settings.scheduler_delay_factor,
+        target_itl_ms=settings.target_itl_ms,
         num_threads=settings.num_threads,
         check_invariants=settings.check_invariants,
     )

@@ -15,6 +15,8 @@ import platformdirs
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from scheduler.errors import InvalidConfigError
+from scheduler.policy_names import DEFAULT_POLICY, parse_policy
 from worker.errors import StartupError
 from worker.settings_words import ENV_PREFIX, env_name, problem_line
 
@@ -40,6 +42,14 @@ def _block_size(value: int) -> int:
     if value not in BLOCK_SIZES:
         raise ValueError(f"use one of {', '.join(map(str, BLOCK_SIZES))}")
     return value
+
+
+def _policy(value: str) -> str:
+    try:
+        return ",".join(parse_policy(value))
+    except InvalidConfigError as error:
+        # The setting's name is said already.
+        raise ValueError(str(error).partition(": ")[2]) from error
 
 
 def _redis_url(value: SecretStr) -> SecretStr:
@@ -138,8 +148,18 @@ class Settings(BaseSettings):
     """The same in blocks; set one of the two."""
     preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
     """Where the KV cache is full: swap a sequence to CPU memory, compute it again later, or what is faster for it."""
+    write_behind_mib: float = Field(default=16.0, ge=0, le=65_536)
+    """MiB of likely victims that a step may copy to the swap space before they are preempted. 0 turns it off."""
+    scheduling_policy: Annotated[str, AfterValidator(_policy)] = DEFAULT_POLICY
+    """Order of sequences: one or more of fcfs, priority, deadline and fair (tenants), the first weighing most."""
+    scheduler_delay_factor: float = Field(default=0, ge=0, le=100)
+    """Hold prompts back for up to that many decode steps, so that more of them share a step. 0 is never."""
+    target_itl_ms: float | None = Field(default=None, gt=0, json_schema_extra=_shown("no target"))
+    """Milliseconds between two tokens of a reply: no more sequences run than keep to it."""
     num_threads: int | None = Field(default=None, ge=1, le=1024, json_schema_extra=_shown("one per core"))
     """Threads that the engine computes with on the CPU."""
+    deterministic: bool = False
+    """Start only where a job's tokens can't depend on what else runs: float32 on the CPU with compiled kernels."""
     engine_mode: Literal["process", "inprocess"] = "process"
     """Run the engine in a process of its own, or inside the service, which is for debugging."""
     check_invariants: Literal["off", "idle", "step"] = "off"

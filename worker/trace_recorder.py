@@ -63,13 +63,13 @@ class TraceRecorder:
 
 def trace_line(job: Job, finished_ms: int, key: bytes) -> dict[str, Any] | None:
     """What is recorded of a job; None where it has generated nothing."""
-    times, request, generation = job.times, job.request, job.generation
-    if request is None or generation is None or not generation.ids:
+    times, request, choices = job.times, job.request, job.choices
+    if request is None or choices is None or choices.num_tokens == 0:
         return None
     line: dict[str, Any] = {
         "arrival_ms": times.enqueued_ms,
         "prompt_tokens": len(job.prompt_ids),
-        "output_tokens": len(generation.ids),
+        "output_tokens": choices.num_tokens,
         "end_ms": max(0, finished_ms - times.enqueued_ms),
     }
     if times.first_token_ms is not None and job.num_replayed == 0:

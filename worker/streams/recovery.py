@@ -10,23 +10,43 @@ from worker.streams.errors import StreamsError
 _PAGE = 500
 
 
+# More choices than any job may have: an index beyond is not one that a worker writes.
+_MAX_INDEX = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What the events of one choice carry. Ids may run ahead of text."""
+
+    ids: tuple[int, ...] = ()
+    text: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Recovered:
     """The tokens and the text that a reply's events carry, from the last `reset` on.
 
-    `num_tokens` is the last event's `n`; `ids` has as many. Ids may run ahead of text. `seed` is what an earlier
-    attempt drew, None where none was told. `num_attempts` counts the opens, the reader's own included.
+    `ids` and `text` are those of choice 0, `others` those of the next ones as far as there are any. `num_tokens`, of
+    all together, is the last event's `n`. `seed` is what an earlier attempt drew, None where none was told.
+    `num_attempts` counts the opens, the reader's own included.
     """
 
     ids: tuple[int, ...] = ()
     text: str = ""
     seed: int | None = None
     num_attempts: int = 1
+    others: tuple[Stored, ...] = ()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens covered."""
-        return len(self.ids)
+        """Tokens covered, all choices together."""
+        return len(self.ids) + sum(len(other.ids) for other in self.others)
+
+    def choice(self, index: int) -> Stored:
+        """What is stored of a choice, perhaps nothing."""
+        if index == 0:
+            return Stored(self.ids, self.text)
+        return self.others[index - 1] if index <= len(self.others) else Stored()
 
 
 async def recover(link: Link, reply_key: str) -> Recovered:
@@ -34,8 +54,8 @@ async def recover(link: Link, reply_key: str) -> Recovered:
 
     Raises StreamsError, also where an event is not one that a worker writes.
     """
-    ids: list[int] = []
-    text: list[str] = []
+    ids: dict[int, list[int]] = {}
+    text: dict[int, list[str]] = {}
     seed: int | None = None
     num_attempts = 0
     start = "-"
@@ -49,19 +69,33 @@ async def recover(link: Link, reply_key: str) -> Recovered:
                 ids.clear()
                 text.clear()
             elif event.get(b"e") == b"token":
-                ids += _ids_of(event, entry_id)
-                text.append(event.get(b"text", b"").decode("utf-8", "replace"))
+                index = _index_of(event, entry_id)
+                ids.setdefault(index, []).extend(_ids_of(event, entry_id))
+                text.setdefault(index, []).append(event.get(b"text", b"").decode("utf-8", "replace"))
                 seed = int(event[b"seed"]) if b"seed" in event else seed
         if len(page) < _PAGE:
-            return Recovered(tuple(ids), "".join(text), seed, max(1, num_attempts))
+            first, *others = [
+                Stored(tuple(ids.get(index, ())), "".join(text.get(index, ())))
+                for index in range(max(ids, default=0) + 1)
+            ]
+            return Recovered(first.ids, first.text, seed, max(1, num_attempts), tuple(others))
         start = f"({page[-1][0].decode()}"
+
+
+def _index_of(event: dict[bytes, bytes], entry_id: bytes) -> int:
+    index = event.get(b"index", b"0")
+    if not (index.isdigit() and len(index) <= 3 and int(index) <= _MAX_INDEX):
+        raise _unreadable(entry_id)
+    return int(index)
+
+
+def _unreadable(entry_id: bytes) -> StreamsError:
+    return StreamsError(f"event {entry_id.decode()} of a reply can't be read: was it written by a worker?")
 
 
 def _ids_of(event: dict[bytes, bytes], entry_id: bytes) -> list[int]:
     try:
         ids: Any = json.loads(event.get(b"ids", b"[]"))
     except ValueError as error:
-        raise StreamsError(
-            f"event {entry_id.decode()} of a reply can't be read: was it written by a worker?"
-        ) from error
+        raise _unreadable(entry_id) from error
     return list(ids)

@@ -31,7 +31,7 @@ STATS = SequenceStats(3, 4, 1, 0, 0, 0, 1.5, 2.5, None, 3.5)
 @pytest.mark.parametrize(
     "command",
     [
-        Add(EngineRequest("id", (1, 2), SAMPLING, 2**63 - 1, (3,), -5, "tenant", "salt")),
+        Add(EngineRequest("id", (1, 2), SAMPLING, 2**63 - 1, (3,), -5, "tenant", "salt", False, 2.5, "family")),
         Add(EngineRequest("id", (1,), SamplingParams(), 0)),
         Abort("id"),
         Close(),
@@ -52,7 +52,7 @@ def test_commands_survive_the_pipe(command: Command) -> None:
         StepReport(
             (
                 SequenceOutput("a", (1, 2)),
-                SequenceOutput("b", (), FinishReason.ERROR, "why", STATS),
+                SequenceOutput("b", (), FinishReason.ERROR, "why", STATS, is_out_of_memory=True),
             ),
             SchedulerStats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13),
             StepTimes(5, 0.5, 0.25),

@@ -1,10 +1,19 @@
 """The offline API: the same engine, without Redis."""
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from model.input_batch import SamplingRows
+from model.model_runner import ModelRunner
+from model.sampler import Sampler
+from scheduler.errors import InvalidSamplingParamsError
+from scheduler.family import choice_seed
 from scheduler.output import FinishReason
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from worker import LLM, SamplingParams
@@ -92,3 +101,121 @@ def test_what_can_not_run_is_refused_before_anything_runs(
 def test_a_missing_model_says_so_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="nowhere"):
         LLM(str(tmp_path / "nowhere"))
+
+
+def test_choices_of_a_greedy_prompt_are_all_what_one_is(llm: LLM) -> None:
+    (alone,) = llm.generate("one prompt, four answers", GREEDY)
+    (four,) = llm.generate("one prompt, four answers", replace(GREEDY, n=4))
+    assert [choice.token_ids for choice in four.choices] == [alone.token_ids] * 4
+    assert [choice.text for choice in four.choices] == [alone.text] * 4
+    assert four.text == alone.text
+    assert four.stats is not None
+    assert (four.stats.num_prompt_tokens, four.stats.num_generated_tokens) == (24, 4 * 24)
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [15, 16, 17, 40])
+def test_seeded_choices_are_those_of_single_runs_with_the_seeds_that_follow(llm: LLM, num_prompt_tokens: int) -> None:
+    prompt = list(range(1, num_prompt_tokens + 1))
+    params = SamplingParams(temperature=1.3, max_tokens=24, seed=11, ignore_eos=True)
+    num_forks = llm.engine.stats().num_forks
+    (four,) = llm.generate(prompt, replace(params, n=4))
+    assert llm.engine.stats().num_forks == num_forks + 3
+    singles = [llm.generate(prompt, replace(params, seed=choice_seed(11, index)))[0] for index in range(4)]
+    assert [choice.token_ids for choice in four.choices] == [single.token_ids for single in singles]
+    assert len({choice.token_ids for choice in four.choices}) == 4
+    assert singles[0].token_ids == llm.generate(prompt, params)[0].token_ids
+
+
+def test_choices_under_pressure_are_the_same(llm: LLM) -> None:
+    """Families that don't fit the pool of 32 blocks together are preempted, and fork again."""
+    prompts = [list(range(at, at + 60)) for at in (1, 70, 140)]
+    params = SamplingParams(temperature=1.3, max_tokens=60, seed=3, ignore_eos=True)
+    num_preempted = llm.engine.stats().num_preemptions_recompute
+    together = llm.generate(prompts, replace(params, n=6))
+    assert llm.engine.stats().num_preemptions_recompute > num_preempted
+    for prompt, completion in zip(prompts, together, strict=True):
+        for index in (0, 5):
+            (single,) = llm.generate(prompt, replace(params, seed=choice_seed(3, index)))
+            assert completion.choices[index].token_ids == single.token_ids
+    assert llm.engine.stats().num_saved_blocks == 0
+
+
+def test_choices_that_are_swapped_are_the_same(llm: LLM, tmp_path: Path) -> None:
+    """Without a prefix cache, so that only forks share; with a CPU tier, so that nothing is computed twice."""
+    folder = write_tiny_checkpoint(tmp_path)
+    options: dict[str, Any] = {"num_kv_blocks": 32, "max_num_seqs": 8, "num_threads": 1, "check_invariants": "step"}
+    options |= {"num_swap_blocks": 200, "preemption_mode": "swap", "enable_prefix_caching": False}
+    prompts = [list(range(at, at + 60)) for at in (1, 70)]
+    params = SamplingParams(temperature=1.3, max_tokens=60, seed=3, ignore_eos=True, n=6)
+    with LLM(str(folder), **options) as swapping:
+        swapped = swapping.generate(prompts, params)
+        stats = swapping.engine.stats()
+    assert stats.num_preemptions_swap > 0
+    assert stats.num_forks > 0
+    assert stats.num_recomputed_tokens == 0
+    plain = llm.generate(prompts, params)
+    for ours, theirs in zip(swapped, plain, strict=True):
+        assert [choice.token_ids for choice in ours.choices] == [choice.token_ids for choice in theirs.choices]
+
+
+def test_a_stop_string_ends_one_choice_and_leaves_the_others(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.3, max_tokens=24, seed=5, ignore_eos=True, n=3)
+    (free,) = llm.generate("where to stop", params)
+    second = free.choices[1].text
+    stop = next(
+        second[i : i + 2] for i in range(1, 20) if all(second[i : i + 2] not in free.choices[k].text for k in (0, 2))
+    )
+    (cut,) = llm.generate("where to stop", replace(params, stop=(stop,)))
+    assert cut.choices[1].text == second[: second.index(stop)]
+    assert [cut.choices[k].text for k in (0, 2)] == [free.choices[k].text for k in (0, 2)]
+    assert [choice.finish_reason.value for choice in cut.choices] == ["length", "stop", "length"]
+
+
+class ListeningSampler:
+    """Draws as the sampler of the runner does, and sums what each token's logits say of it, in a way of its own."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self.total = 0.0
+
+    def __call__(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        ids = self.sampler(logits, rows)
+        chances = logits[:, : self.sampler.vocab_limit].double().softmax(dim=1)
+        self.total += sum(math.log(chances[row, token_id]) for row, token_id in enumerate(ids.tolist()))
+        return ids
+
+
+def test_best_of_returns_the_choices_of_the_largest_log_probability_best_first(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=1.5, max_tokens=12, seed=10, ignore_eos=True)
+    runner = llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    singles = []
+    for index in range(6):
+        with monkeypatch.context() as patch:
+            listening = ListeningSampler(runner._sampler)
+            patch.setattr(runner, "_sampler", listening)
+            (single,) = llm.generate("which is best", replace(params, seed=choice_seed(10, index)))
+        singles.append((listening.total, single.token_ids))
+    expected = [token_ids for _, token_ids in sorted(singles, reverse=True)]
+    assert expected != [token_ids for _, token_ids in singles]
+    (best,) = llm.generate("which is best", replace(params, n=2, best_of=6))
+    assert [choice.token_ids for choice in best.choices] == expected[:2]
+    assert best.stats is not None
+    assert best.stats.num_generated_tokens == 6 * 12
+
+
+def test_best_of_as_many_as_are_returned_changes_nothing(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.5, max_tokens=12, seed=9, ignore_eos=True, n=3)
+    (free,), (same,) = llm.generate("same", params), llm.generate("same", replace(params, best_of=3))
+    assert [choice.token_ids for choice in same.choices] == [choice.token_ids for choice in free.choices]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"n": 0}, "n is 0"), ({"n": 17}, "from 1 to 16"), ({"n": 3, "best_of": 2}, "from n, which is 3, to 16")],
+)
+def test_numbers_of_choices_out_of_range_are_refused(fields: dict[str, int], words: str) -> None:
+    with pytest.raises(InvalidSamplingParamsError, match=words):
+        SamplingParams(**fields)  # type: ignore[arg-type]  # a mix of fields, all whole numbers

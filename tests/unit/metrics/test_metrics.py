@@ -132,6 +132,9 @@ def test_swapping_shows_in_both_ways_and_what_went_wrong(metrics: WorkerMetrics)
         num_damaged_blocks=2,
         num_cpu_blocks=20,
         num_used_cpu_blocks=7,
+        written_behind_bytes=900,
+        num_step_splits=3,
+        prefix_tier_hit_tokens=48,
     )
     metrics.observe_scheduler(swapping, num_steps=1)
     read = page(metrics)
@@ -141,6 +144,9 @@ def test_swapping_shows_in_both_ways_and_what_went_wrong(metrics: WorkerMetrics)
     assert [read[f"pagemill_swapped_bytes_total,way={way}"] for way in ("out", "in")] == [4000, 3000]
     assert [read[f"pagemill_swap_blocks,state={state}"] for state in ("used", "free")] == [7, 13]
     assert read["pagemill_swap_damaged_blocks_total"] == 2
+    assert read["pagemill_written_behind_bytes_total"] == 900
+    assert read["pagemill_step_splits_total"] == 3
+    assert read["pagemill_prefix_cpu_hit_tokens_total"] == 48
 
 
 def test_series_are_there_before_anything_happens(metrics: WorkerMetrics) -> None:

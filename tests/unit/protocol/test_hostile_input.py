@@ -102,7 +102,7 @@ REST = st.fixed_dictionaries(
         "cache_salt": LABELS,
         "meta": TEXTS,
         "model": st.just("tiny"),
-        "n": st.just(1),
+        "n": st.integers(1, 16),
         "tools": st.just([]),
     },
 )

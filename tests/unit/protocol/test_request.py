@@ -224,8 +224,6 @@ def test_a_huge_max_tokens_is_left_to_the_context_check() -> None:
 @pytest.mark.parametrize(
     ("name", "neutral", "asked"),
     [
-        ("n", 1, 2),
-        ("best_of", 1, 4),
         ("beam_width", 1, 4),
         ("min_tokens", 0, 5),
         ("min_p", 0.0, 0.1),
@@ -242,7 +240,6 @@ def test_a_huge_max_tokens_is_left_to_the_context_check() -> None:
         ("tool_choice", "none", {"type": "function"}),
         ("tool_choice", "auto", "required"),
         ("adapter", "", "lora-1"),
-        ("deterministic", False, True),
     ],
 )
 def test_what_is_not_done_yet_is_refused_by_name_unless_it_asks_for_nothing(

@@ -114,6 +114,7 @@ class FakeRunner:
             assert new.seq_id not in self.rows, f"{new.seq_id} is new, but has a row"
             self.rows[new.seq_id] = Row(fingerprint(self._root_of(new.seq_id), new.token_ids), list(new.block_ids))
         self._begin_copies(output)
+        self._copy_on_write(output)
         targets = {copy.dst for copying in self.copying if not copying.is_out for copy in copying.transfer.copies}
         written: set[tuple[int, int]] = set()
         sampled = {}
@@ -150,6 +151,17 @@ class FakeRunner:
                 copying = Copying(transfer, is_out, rng.randint(0, self.faults.max_delay), rng.random() < 0.5)
                 self.copying.append(copying)
                 self._move(copying, is_made=copying.is_early)
+
+    def _copy_on_write(self, output: SchedulerOutput) -> None:
+        sources = {copy.src for copy in output.block_copies}
+        targets = [copy.dst for copy in output.block_copies]
+        assert len(set(targets)) == len(targets), f"a block is the target of two of {output.block_copies}"
+        assert not sources & set(targets), f"a block is source and target in {output.block_copies}"
+        moving = {copy.dst for copying in self.copying if not copying.is_out for copy in copying.transfer.copies}
+        assert not moving & {*sources, *targets}, "a block is copied on the device while it is being swapped in"
+        for copy in output.block_copies:
+            held = [self._memory.get((copy.src, slot)) for slot in range(self.block_size)]
+            self._write(self._memory, copy.dst, held)
 
     def _end_copies(self) -> tuple[TransferResult, ...]:
         """End those whose time has come, in a random order."""
@@ -195,7 +207,10 @@ class FakeRunner:
 
 
 class Driver:
-    """A scheduler, a runner and a clock of one second a step, stepped with all invariants checked."""
+    """A scheduler, a runner and a clock of one second a step, stepped with all invariants checked.
+
+    Of that second computing takes `step_s`.
+    """
 
     def __init__(
         self,
@@ -206,6 +221,7 @@ class Driver:
         self.scheduler = scheduler
         self.runner = FakeRunner(scheduler.kv.block_size, root_of, faults)
         self.now = 0.0
+        self.step_s = 0.0
         self.generated: dict[str, list[int]] = {}
         self.ends: dict[str, SequenceOutput] = {}
         self.last_output: SchedulerOutput | None = None
@@ -230,7 +246,7 @@ class Driver:
         if between is not None:
             between(output)
             check(scheduler)
-        outputs = scheduler.update(output, runner_output, self.now)
+        outputs = scheduler.update(output, runner_output, self.now + self.step_s)
         check(scheduler)
         for seq_output in outputs:
             assert seq_output.seq_id not in self.ends, f"{seq_output.seq_id} speaks after its end"

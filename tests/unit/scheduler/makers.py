@@ -3,6 +3,7 @@
 from typing import Any
 
 from scheduler import CacheConfig, PreemptionMode, SamplingParams, Scheduler, SchedulerConfig, Sequence
+from scheduler.policy_names import DEFAULT_POLICY
 
 
 def make_scheduler(
@@ -16,11 +17,23 @@ def make_scheduler(
     enable_prefix_caching: bool = True,
     num_cpu_blocks: int = 0,
     preemption_mode: PreemptionMode = PreemptionMode.AUTO,
+    write_behind_blocks: int = 0,
+    scheduling_policy: str = DEFAULT_POLICY,
+    scheduler_delay_factor: float = 0.0,
+    target_itl_ms: float | None = None,
 ) -> Scheduler:
     """A block has as many bytes as tokens."""
     return Scheduler(
         SchedulerConfig(
-            max_model_len, max_num_seqs, max_num_batched_tokens, eos_token_ids, preemption_mode=preemption_mode
+            max_model_len,
+            max_num_seqs,
+            max_num_batched_tokens,
+            eos_token_ids,
+            preemption_mode=preemption_mode,
+            write_behind_blocks=write_behind_blocks,
+            scheduling_policy=scheduling_policy,
+            scheduler_delay_factor=scheduler_delay_factor,
+            target_itl_ms=target_itl_ms,
         ),
         CacheConfig(
             num_blocks,

@@ -67,7 +67,7 @@ def test_the_manager_counts_what_it_was_asked_for_and_what_it_found() -> None:
 
 
 class KVCacheMachine(RuleBasedStateMachine):
-    """Begins, grows, swaps, fails and frees sequences over few blocks and tokens, so that prefixes meet all the time.
+    """Begins, grows, forks, swaps, fails and frees; few blocks and tokens, so that prefixes meet all the time.
 
     `written` is the model: what each block would hold, told by what the sequences have computed into it; and
     `cpu_written` the same of the CPU tier. Copies are made when they end, which is as late as they may be.
@@ -107,6 +107,21 @@ class KVCacheMachine(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(self.seqs))
         seq.token_ids.extend(tokens)
         self.compute(seq, seq.num_tokens - seq.num_computed_tokens)
+
+    @precondition(lambda self: any(seq.num_computed_tokens for seq in self.seqs))
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=3), is_computed=st.booleans())
+    def fork(self, data: st.DataObject, tokens: list[int], is_computed: bool) -> None:
+        """Another one shares any beginning of a sequence, and goes on in its own way, at once or later."""
+        parent = data.draw(st.sampled_from([seq for seq in self.seqs if seq.num_computed_tokens]))
+        num_shared = data.draw(st.integers(1, parent.num_computed_tokens))
+        self.num_started += 1
+        child = make(f"s{self.num_started}", [*parent.token_ids[:num_shared], *tokens], parent.tenant)
+        num_available = self.kv.num_available_blocks
+        self.kv.fork(parent, child, num_shared)
+        assert self.kv.num_available_blocks == num_available, "a fork takes no block"
+        self.seqs.append(child)
+        if is_computed:
+            self.compute(child, len(tokens))
 
     @precondition(lambda self: self.seqs)
     @rule(data=st.data(), is_discarded=st.booleans())
@@ -198,13 +213,20 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     def compute(self, seq: Sequence, num_tokens: int) -> None:
         num_needed = -(-(seq.num_computed_tokens + num_tokens) // BLOCK_SIZE) - len(seq.block_table)
+        if num_tokens == 0:
+            return
+        must_copy = self.kv.must_copy(seq)
         num_free = self.kv.num_available_blocks
         new_ids = self.kv.allocate_slots(seq, num_tokens)
-        assert (new_ids is None) == (num_needed > num_free)
+        assert (new_ids is None) == (num_needed + must_copy > num_free)
         if new_ids is None:
             return
         assert len(new_ids) == max(0, num_needed)
+        for copy in self.kv.take_copies():
+            for slot in range(BLOCK_SIZE):
+                self.written[copy.dst, slot] = self.written.get((copy.src, slot))
         for position in range(seq.num_computed_tokens, seq.num_computed_tokens + num_tokens):
+            assert seq.block_table[position // BLOCK_SIZE].ref_cnt == 1, "what others hold too is written"
             self.written[self.slot(seq, position)] = self.prefix(seq, position)
         seq.num_computed_tokens += num_tokens
         self.kv.seal_full_blocks(seq)

@@ -4,10 +4,14 @@ import random
 
 import pytest
 
-from scheduler.policy import WaitingQueue, waiting_key
-from scheduler.preemption import RunningQueue, protection_key
+from scheduler.policy import Policy
+from scheduler.policy_names import parse_policy
+from scheduler.preemption import RunningQueue
 from scheduler.sequence import Sequence
+from scheduler.waiting_queue import WaitingQueue
 from tests.unit.scheduler.makers import make_seq
+
+POLICY = Policy(parse_policy("priority,deadline"), num_blocks=1)
 
 
 def numbered(*seqs: Sequence) -> list[Sequence]:
@@ -21,7 +25,7 @@ def waiting_ids(queue: WaitingQueue) -> list[str]:
 
 
 def test_the_waiting_queue_is_ordered_by_priority_then_arrival_then_call() -> None:
-    queue = WaitingQueue()
+    queue = WaitingQueue(POLICY)
     for seq in numbered(
         make_seq("late", arrival_s=3.0),
         make_seq("early", arrival_s=1.0),
@@ -34,7 +38,7 @@ def test_the_waiting_queue_is_ordered_by_priority_then_arrival_then_call() -> No
 
 
 def test_a_preempted_sequence_waits_ahead_of_newcomers_of_its_priority_only() -> None:
-    queue = WaitingQueue()
+    queue = WaitingQueue(POLICY)
     preempted = make_seq("preempted", arrival_s=5.0)
     preempted.num_preemptions = 1
     for seq in numbered(make_seq("early", arrival_s=1.0), preempted, make_seq("urgent", priority=1)):
@@ -43,7 +47,7 @@ def test_a_preempted_sequence_waits_ahead_of_newcomers_of_its_priority_only() ->
 
 
 def test_the_waiting_queue_gives_up_any_sequence_and_no_stranger() -> None:
-    queue = WaitingQueue()
+    queue = WaitingQueue(POLICY)
     seqs = numbered(*(make_seq(f"s{number}", arrival_s=float(number % 7)) for number in range(100)))
     for seq in seqs:
         queue.add(seq)
@@ -52,13 +56,13 @@ def test_the_waiting_queue_gives_up_any_sequence_and_no_stranger() -> None:
     while seqs:
         queue.remove(seqs.pop())
         assert sorted(waiting_ids(queue)) == sorted(seq.seq_id for seq in seqs)
-        assert list(queue) == sorted(seqs, key=waiting_key)
+        assert list(queue) == sorted(seqs, key=POLICY.waiting_key)
     with pytest.raises(AssertionError, match=r"stranger.* is not in the waiting queue"):
         queue.remove(make_seq("stranger"))
 
 
 def test_the_victim_has_the_lowest_priority_then_the_most_slack_then_the_latest_arrival() -> None:
-    queue = RunningQueue()
+    queue = RunningQueue(POLICY.protection_key)
     for seq in numbered(
         make_seq("leader", priority=-9, arrival_s=0.0),
         make_seq("newest", arrival_s=4.0),
@@ -77,7 +81,7 @@ def test_the_victim_has_the_lowest_priority_then_the_most_slack_then_the_latest_
 
 
 def test_when_the_leader_ends_the_oldest_leads_whatever_its_priority() -> None:
-    queue = RunningQueue()
+    queue = RunningQueue(POLICY.protection_key)
     leader, urgent, oldest = numbered(
         make_seq("leader", arrival_s=0.0),
         make_seq("urgent", arrival_s=2.0, priority=5),
@@ -93,7 +97,7 @@ def test_when_the_leader_ends_the_oldest_leads_whatever_its_priority() -> None:
 
 
 def test_the_leader_stays_when_an_older_one_comes_back() -> None:
-    queue = RunningQueue()
+    queue = RunningQueue(POLICY.protection_key)
     young, old = numbered(make_seq("young", arrival_s=9.0), make_seq("old", arrival_s=1.0))
     queue.add(young)
     queue.add(old)
@@ -102,7 +106,7 @@ def test_the_leader_stays_when_an_older_one_comes_back() -> None:
 
 def test_the_running_queue_stays_sorted_behind_its_leader() -> None:
     rng = random.Random(11)
-    queue = RunningQueue()
+    queue = RunningQueue(POLICY.protection_key)
     inside: list[Sequence] = []
     for serial in range(300):
         seq = make_seq(f"s{serial}", priority=rng.randrange(3), arrival_s=float(rng.randrange(9)))
@@ -112,5 +116,5 @@ def test_the_running_queue_stays_sorted_behind_its_leader() -> None:
         if rng.random() < 0.4:
             queue.remove(inside.pop(rng.randrange(len(inside))))
         behind_leader = list(queue)[1:]
-        assert behind_leader == sorted(behind_leader, key=protection_key)
+        assert behind_leader == sorted(behind_leader, key=POLICY.protection_key)
         assert set(queue) == set(inside)

@@ -4,6 +4,7 @@ import pytest
 
 from scheduler.config import CacheConfig
 from scheduler.kv_cache_manager import KVCacheManager
+from scheduler.policy import age_key
 from scheduler.preemption import RunningQueue
 from scheduler.sequence import Sequence
 from scheduler.step_adder import StepAdder
@@ -53,7 +54,7 @@ def test_what_is_promised_to_those_that_run_is_not_given_away() -> None:
     """The one that runs has computed 4 of its 12 tokens: 1 block is owned, 3 are promised, 2 of 6 are left."""
     adder = make_adder(num_blocks=6, budget=4)
     seq = make_waiting("a", 12)
-    running = RunningQueue()
+    running = RunningQueue(age_key)
     running.add(seq)
     assert adder.try_serve(seq, num_behind=0)
     adder.num_tokens_left = 100

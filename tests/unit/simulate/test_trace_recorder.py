@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 from ops.simulate.traces import read_trace
 from scheduler import FinishReason, SamplingParams, SequenceOutput
 from tests.unit.text.tokenizers import tokenizer_of
+from worker.choices import Choices
 from worker.errors import StartupError
 from worker.generation import Generation
 from worker.job import Job, JobTimes
@@ -29,8 +30,8 @@ def job(num_generated: int = 4, tenant: str = "", priority: int = 0) -> Job:
     made = Job(Entry("normal", "1000-0", fields), envelope, writer, JobTimes(1000, 1005, first_token_ms=1030))
     made.request = GenerateRequest(id=envelope.id, prompt="a secret", tenant=tenant, priority=priority)
     made.prompt_ids = PROMPT_IDS
-    made.generation = Generation(SamplingParams(), tokenizer_of("byte-level"), PROMPT_IDS)
-    made.generation.absorb(SequenceOutput("a", (1,) * num_generated, FinishReason.LENGTH))
+    made.choices = Choices("a", [Generation(SamplingParams(), tokenizer_of("byte-level"), PROMPT_IDS)])
+    made.choices[0].absorb(SequenceOutput("a", (1,) * num_generated, FinishReason.LENGTH))
     return made
 
 
@@ -75,7 +76,7 @@ def test_the_first_token_of_a_job_that_another_worker_began_is_not_told(tmp_path
 
 def test_jobs_that_generated_nothing_are_left_out(tmp_path: Path) -> None:
     not_understood = job()
-    not_understood.request = not_understood.generation = None
+    not_understood.request = not_understood.choices = None
     assert record(tmp_path / "trace.jsonl", not_understood, job(num_generated=0)) == []
 
 

@@ -1,0 +1,70 @@
+"""Copies full blocks of the likely victims to the CPU tier before they are victims."""
+
+from scheduler.kv_cache_manager import KVCacheManager
+from scheduler.preemption import RunningQueue
+from scheduler.sequence import Sequence
+
+# A sequence is a likely victim if the free blocks may run out within so many steps.
+HORIZON_STEPS = 64
+# How much all will grow is added up anew every so many steps only: it costs a walk over all that run.
+STEPS_BETWEEN_ESTIMATES = 8
+
+
+class WriteBehind:
+    """Uses the idle link between the tiers, so that a preemption finds its victim's full blocks copied already.
+
+        running   [ leader | … | likely victims ]      as many, from the back, as hold the blocks that may be missing
+                                   ▼
+        CPU tier  full blocks that don't lie there yet, at most `num_blocks` a step
+
+    Only what is free in the CPU tier is used, and nobody waits for these copies but a victim whose blocks are being
+    copied when it is preempted. A copy is found by its content, like every cached block; so without a prefix cache
+    there is no writing behind. What was copied for somebody who then ends unharmed was for nothing: that is its price.
+    """
+
+    def __init__(self, kv: KVCacheManager, num_blocks: int) -> None:
+        self._kv = kv
+        self._num_blocks = num_blocks
+        self._num_growth_blocks = 0
+        self._num_steps_left = 0
+
+    def begin(self, running: RunningQueue) -> None:
+        """Begin the copies of this step, if nothing of an earlier one is on its way.
+
+        What this step swaps comes first, and counts: the budget is what is left of it.
+        """
+        kv, swap = self._kv, self._kv.swap
+        if swap is None or swap.index is None or self._num_blocks == 0 or len(running) < 2:
+            return
+        num_left, num_room = self._num_blocks - swap.num_begun_blocks, swap.pool.num_free
+        if num_left <= 0 or not swap.has_begun_all:
+            return
+        for seq in self._likely_victims(running):
+            # What lies in the tier for a likelier victim is not given up for a less likely one.
+            if not seq.use_prefix_cache:
+                continue
+            num_full = min(seq.num_computed_tokens // kv.block_size, num_room)
+            num_room -= num_full
+            if num_full > seq.num_written_blocks:
+                num_left -= swap.write_behind(seq, num_full, num_left)
+            if num_left == 0 or num_room == 0:
+                return
+
+    def _likely_victims(self, running: RunningQueue) -> list[Sequence]:
+        """Those, the likeliest first, whose blocks are needed if all grow for HORIZON_STEPS; never the leader."""
+        if self._num_steps_left == 0:
+            self._num_steps_left = STEPS_BETWEEN_ESTIMATES
+            self._num_growth_blocks = sum([self._num_growth_blocks_of(seq) for seq in running])
+        self._num_steps_left -= 1
+        num_wanted = self._num_growth_blocks - self._kv.num_available_blocks
+        victims = []
+        for index in range(len(running) - 1, 0, -1):
+            if num_wanted <= 0:
+                break
+            victims.append(running[index])
+            num_wanted -= len(running[index].block_table)
+        return victims
+
+    def _num_growth_blocks_of(self, seq: Sequence) -> int:
+        num_tokens = min(len(seq.token_ids) + HORIZON_STEPS, seq.max_num_tokens - 1)
+        return max(0, self._kv.num_blocks_for(num_tokens) - len(seq.block_table))
