@@ -6,7 +6,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from tests.e2e.workers import Queue, WorkerProcess
+from tests.e2e.workers import Queue, WorkerProcess, eventually
 from worker.errors import ErrorCode
 
 BAD_JOBS: dict[str, tuple[list[Any], str]] = {
@@ -49,6 +49,7 @@ BAD_JOBS: dict[str, tuple[list[Any], str]] = {
     "top_p of 0": (["prompt", "a", "top_p", 0], "bad_request"),
     "huge seed": (["prompt", "a", "seed", 2**70], "bad_request"),
     "stop id that is negative": (["prompt", "a", "stop_token_ids", "[-5]"], "bad_request"),
+    "stop id beyond the vocabulary": (["prompt", "a", "stop_token_ids", "[5, 99999999]"], "bad_request"),
     "empty stop string": (["prompt", "a", "stop", '[""]'], "bad_request"),
     "not supported yet": (["prompt", "a", "beam_width", 4], "bad_request"),
     "best_of with streaming": (["prompt", "a", "best_of", 4], "bad_request"),
@@ -107,7 +108,26 @@ def test_an_exhausted_worker_still_answers_after_all_that(served: tuple[WorkerPr
     queue.assert_settled()
     assert worker.get("/healthz")[0] == 200
     errors = {event["event"] for event in worker.events() if event["level"] == "error"}
-    assert errors <= {"job_unanswerable"}  # the one that another test provokes
+    assert errors <= {"job_unanswerable", "dead_letter_lost", "key_of_wrong_type"}  # those that other tests provoke
+
+
+def test_dead_letters_that_can_not_be_kept_cost_no_job_its_error(served: tuple[WorkerProcess, Queue]) -> None:
+    worker, queue = served
+    queue.run(max_tokens=1)  # so that there are dead letters to put aside
+    queue.redis.call("RENAME", queue.keys.dead, queue.keys.prompt("away"))
+    queue.redis.call("SET", queue.keys.dead, "something else")
+    try:
+        assert queue.run(max_tokens=3).terminal["code"] == "bad_request"
+        queue.enqueue(id="lost-letter", prompt="first", max_tokens=1)
+        queue.enqueue(id="lost-letter", prompt="second", max_tokens=1)
+        assert queue.wait("lost-letter").terminal["e"] == "end"
+        queue.assert_settled()
+        lost = eventually(
+            lambda: [event for event in worker.events() if event["event"] == "dead_letter_lost"], "the log to tell"
+        )
+        assert {event["key"] for event in lost} == {queue.keys.dead}
+    finally:
+        queue.redis.call("RENAME", queue.keys.prompt("away"), queue.keys.dead)
 
 
 @pytest.mark.parametrize("key", ["reply", "state"])

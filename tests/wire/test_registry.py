@@ -91,10 +91,20 @@ async def test_sweeping_removes_names_that_nobody_uses_and_never_what_holds_a_jo
 async def test_sweeping_a_queue_that_does_not_exist_is_nothing(make_worker: MakeWorker, raw: RespClient) -> None:
     worker = make_worker("w")
     raw.call("DEL", *worker.keys.lanes)
-    raw.call("ZADD", worker.keys.workers, 5, "long gone")
-    await registry(worker).beat({})
     await registry(worker).sweep()
-    assert raw.call("ZRANGE", worker.keys.workers, 0, -1) == [b"w"]
+    assert raw.call("EXISTS", *worker.keys.lanes) == 0
+
+
+async def test_a_beat_forgets_workers_that_missed_three_and_nobody_who_beats_less_often(
+    make_worker: MakeWorker, raw: RespClient
+) -> None:
+    worker = make_worker("w")
+    now_ms = int(raw.call("TIME")[0]) * 1000
+    for name, age_ms in (("dead", 5000), (b"\xff", 5000), ("slow", 5000), ("late", 2000)):
+        raw.call("ZADD", worker.keys.workers, now_ms - age_ms, name)
+    raw.call("HSET", worker.keys.worker("slow"), "slots", 4)
+    await registry(worker).beat({})
+    assert set(raw.call("ZRANGE", worker.keys.workers, 0, -1)) == {b"w", b"slow", b"late"}
 
 
 async def test_hints_are_heard_from_the_first_read_on_and_each_once(

@@ -255,7 +255,7 @@ async def test_a_server_that_lost_the_whole_reply_gets_it_again(make_worker: Mak
     assert tokens(raw, worker.keys.reply("a")) == ([1, 2], "ab")
 
 
-async def test_a_server_that_lost_reply_and_entry_fences_whoever_ran_it(
+async def test_a_server_that_lost_reply_and_entry_leaves_nothing_to_write(
     make_worker: MakeWorker, raw: RespClient
 ) -> None:
     worker = make_worker("w")
@@ -264,7 +264,7 @@ async def test_a_server_that_lost_reply_and_entry_fences_whoever_ran_it(
     await worker.reply_link.reset()
     writer.token([1], "a")
     await worker.replies.flush()
-    assert writer.status is ReplyStatus.FENCED
+    assert writer.status is ReplyStatus.ABANDONED
     assert raw.call("EXISTS", worker.keys.reply("a")) == 0
 
 
