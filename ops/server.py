@@ -9,8 +9,8 @@ import click
 
 from worker.errors import StartupError
 from worker.settings import Settings, load_settings
-from worker.streams.connection import Link, redacted
-from worker.streams.errors import StreamsError
+from worker.streams.connection import Argument, Link, redacted
+from worker.streams.errors import ServerError, StreamsError
 
 Answer = TypeVar("Answer")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -57,11 +57,32 @@ def find_server(settings: Settings) -> str:
         raise StartupError(f"can't read the server's address from {path}: {error.strerror}") from None
 
 
+class _NamingLink(Link):
+    """A connection that says which key holds something else than a command reads."""
+
+    async def call(self, *command: Argument) -> Any:
+        """See Link.call. Raises StartupError for a key of another type."""
+        try:
+            return await super().call(*command)
+        except ServerError as error:
+            if not error.is_wrong_type:
+                raise
+            key = next(word for word in map(_as_text, command) if word.startswith("pagemill:"))
+            raise StartupError(
+                f"{key} holds something else than this command reads: look with `pagemill redis TYPE '{key}'`, then "
+                "RENAME or DEL it"
+            ) from error
+
+
+def _as_text(word: Argument) -> str:
+    return word.decode("utf-8", "replace") if isinstance(word, bytes) else str(word)
+
+
 def run_on_link(url: str, work: Callable[[Link], Awaitable[Answer]]) -> Answer:
     """What `work` answers on a connection of its own; its errors name the server, without the password."""
 
     async def run() -> Answer:
-        link = Link(url, "command")
+        link = _NamingLink(url, "command")
         try:
             return await work(link)
         except StreamsError as error:
