@@ -9,7 +9,7 @@ import click
 
 from worker.errors import StartupError
 from worker.settings import Settings, load_settings
-from worker.streams.connection import Argument, Link, redacted
+from worker.streams.connection import Argument, Link, not_a_url, redacted
 from worker.streams.errors import ServerError, StreamsError
 
 Answer = TypeVar("Answer")
@@ -100,5 +100,5 @@ def clear_connection_errors(url: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise StartupError(f"{redacted(url)}: {error}") from error
-    except ValueError as error:
-        raise StartupError(f"{redacted(url)} is no Redis URL: {error}") from error
+    except ValueError:
+        raise not_a_url(url) from None

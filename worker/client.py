@@ -74,7 +74,7 @@ class AsyncClient:
         return sent_id
 
     async def status(self, job_id: str) -> str | None:
-        """`queued`, `running`, or how the job ended; None where no worker has taken such a job (or that is long ago)."""
+        """`queued`, `running`, or how the job ended; None where no worker has taken such a job, or long ago."""
         status = (await self._record(checked_id(job_id))).get(b"status")
         return None if status is None else status.decode("utf-8", "replace")
 
@@ -149,9 +149,7 @@ class AsyncClient:
         """Raise IdConflictError where the id is known for a job that says something else."""
         known = (await self._record(job_id)).get(b"digest")
         if known is not None and known != digest.encode():
-            raise IdConflictError(
-                f"the id {job_id} belongs to another job: send this one with another id, or with none"
-            )
+            raise IdConflictError(f"the id {job_id} belongs to another job: send this one with another id, or none")
 
     def _remember(self, job_id: str, digest: str) -> None:
         self._digests[job_id] = digest
@@ -180,9 +178,13 @@ class AsyncClient:
         state = await self._record(job_id)
         status = state.get(b"status", b"").decode("utf-8", "replace")
         if not state:
-            raise ReplyLostError(f"job {job_id} is unknown: it was never taken, or its reply has expired")
+            raise ReplyLostError(
+                f"job {job_id} is unknown: it was never taken, or its reply has expired; send it again"
+            )
         if status not in ("running", "queued"):
-            raise ReplyLostError(f"job {job_id} ended ({status}), and its reply is gone: expired or deleted")
+            raise ReplyLostError(
+                f"job {job_id} ended ({status}), and its reply is gone: it expired or was deleted; send the job again"
+            )
 
 
 class Client:

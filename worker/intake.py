@@ -120,7 +120,9 @@ class Intake:
             await self._refuse(job, error)
         except Exception as error:
             log.exception("job_not_understood")
-            await self._refuse(job, JobError(ErrorCode.INTERNAL, f"the worker failed: {type(error).__name__}"))
+            await self._refuse(
+                job, JobError(ErrorCode.INTERNAL, f"the worker failed ({type(error).__name__}): send the job again")
+            )
 
     def _check_wanted(self, entry: Entry, envelope: JobEnvelope, result: OpenResult, now_ms: int) -> None:
         if result.cancel_reason is not None or entry.must_end is ErrorCode.CANCELLED:
@@ -131,7 +133,9 @@ class Intake:
             raise JobError(ErrorCode.OVERLOADED, "the queue is longer than it may be: send the job again later")
         if entry.deliveries > MAX_DELIVERIES:
             raise JobError(
-                ErrorCode.POISON, f"this job was delivered {entry.deliveries} times and ended whoever read it"
+                ErrorCode.POISON,
+                f"this job was delivered {entry.deliveries} times and ended whoever read it: it is kept with the dead "
+                "letters, so look there for what is odd about it",
             )
 
     async def _start(self, job: Job, result: OpenResult) -> None:

@@ -205,7 +205,7 @@ def as_token_ids(name: str, value: Any) -> tuple[int, ...]:
     for position, item in enumerate(value):
         if type(item) is not int or not 0 <= item <= MAX_TOKEN_ID:
             raise bad_request(
-                f"{name} holds {shown(item)} at place {position}: token ids are whole numbers from 0 to {MAX_TOKEN_ID}"
+                f"{name} holds {shown(item)} at place {position}: use whole numbers from 0 to {MAX_TOKEN_ID}"
             )
     return tuple(value)
 
@@ -213,7 +213,7 @@ def as_token_ids(name: str, value: Any) -> tuple[int, ...]:
 def as_messages(value: Any) -> tuple[Mapping[str, str], ...]:
     """A chat: a non-empty list of maps with `role` and `content`."""
     if type(value) is not list or not value:
-        raise bad_request('messages must be a list such as [{"role": "user", "content": "Hello"}]')
+        raise bad_request('messages must be a list: use one like [{"role": "user", "content": "Hello"}]')
     return tuple(_as_message(f"messages[{place}]", item) for place, item in enumerate(value))
 
 
@@ -240,7 +240,7 @@ def _as_content(where: str, content: Any) -> str:
     parts: list[str] = []
     for part in content:
         if type(part) is not dict or part.get("type") != "text" or type(part.get("text")) is not str:
-            raise bad_request(f'{where} has a content part that is not {{"type": "text", "text": "..."}}')
+            raise bad_request(f'{where} has a content part that is no text: use {{"type": "text", "text": "..."}}')
         parts.append(part["text"])
     return "".join(parts)
 

@@ -1,6 +1,7 @@
 """`pagemill enqueue`: one job, and its reply as it comes."""
 
 import asyncio
+import sys
 from typing import Any
 
 import click
@@ -51,7 +52,7 @@ def command(
     settings = client_settings(queue, redis_url, data_dir)
     url = find_server(settings)
     if text == "-":
-        text = decode_utf8("standard input", click.get_binary_stream("stdin").read())
+        text = decode_utf8("standard input", sys.stdin.buffer.read())
     for name, word in [("TEXT", text), ("--system", system or ""), *[("--field", pair) for pair in pairs]]:
         as_utf8(name, word)
     fields = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}

@@ -96,7 +96,9 @@ def _index_of(event: dict[bytes, bytes], entry_id: bytes) -> int:
 
 
 def _unreadable(entry_id: bytes) -> UnreadableReplyError:
-    return UnreadableReplyError(f"event {entry_id.decode()} of a reply can't be read: was it written by a worker?")
+    return UnreadableReplyError(
+        f"event {entry_id.decode()} of a reply can't be read: no worker of this version wrote it"
+    )
 
 
 def _seed_of(event: dict[bytes, bytes], entry_id: bytes) -> int:
