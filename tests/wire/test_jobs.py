@@ -221,6 +221,20 @@ async def test_a_read_waits_no_longer_than_to_the_next_scan(make_worker: MakeWor
     assert [entry.entry_id for entry in found] == [entry_id]
 
 
+@pytest.mark.parametrize("scan", ["next_scan", "next_reconcile"])
+async def test_a_scan_that_finds_no_group_makes_it_anew(make_worker: MakeWorker, raw: RespClient, scan: str) -> None:
+    """All keys may be lost while no read is under way; the scan that comes first must not stop at that for ever."""
+    worker = make_worker("w")
+    while not worker.source.stats.num_reclaimed:
+        leave_dead(raw, worker, "low", 1)
+        await worker.source.take(1)
+    raw.call("DEL", *worker.keys.lanes)
+    worker.source._timers.next_scan = float("inf")
+    setattr(worker.source._timers, scan, 0.0)
+    await push(worker)
+    assert len(await worker.take(1)) == 1
+
+
 async def test_all_keys_lost_while_reading_is_no_end(make_worker: MakeWorker, raw: RespClient) -> None:
     worker = make_worker("w")
     await worker.source.take(1)

@@ -102,11 +102,8 @@ class JobSource:
         What dead peers held goes first. At most 8 come at a time; after a wait one per lane may come, which can be
         more than `room`: those wait in the caller's buffer.
         """
-        entries = await self._overdue(room)
-        if entries:
-            return entries
         try:
-            return await self._read_lanes(room) or await self._read_blocking()
+            return await self._overdue(room) or await self._read_lanes(room) or await self._read_blocking()
         except ServerError as error:
             if error.code != "NOGROUP":
                 raise
