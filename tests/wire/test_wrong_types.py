@@ -128,25 +128,36 @@ async def test_hints_of_another_type_are_waited_out_in_silence(
     await link.close()
 
 
-@pytest.mark.parametrize("key", ["reply", "state"])
 @pytest.mark.parametrize("junk", ["type", "attempt"])
 async def test_a_job_that_can_not_be_answered_is_told_with_the_key_that_is_in_the_way(
-    make_worker: MakeWorker, raw: RespClient, key: str, junk: str
+    make_worker: MakeWorker, raw: RespClient, junk: str
 ) -> None:
     """An attempt that can't be counted up was typed by somebody; no worker gets there."""
     worker = make_worker("w")
-    name = getattr(worker.keys, key)("a")
+    key = worker.keys.reply("a")
     if junk == "type":
-        raw.call("SET", name, "something else")
-    elif key == "reply":
-        raw.call("XADD", name, "18446744073709551615-5", "e", "token")
+        raw.call("SET", key, "something else")
     else:
-        raw.call("HSET", name, "attempt", "9" * 300)
+        raw.call("XADD", key, "18446744073709551615-5", "e", "token")
     await push(worker, id="a", prompt="x")
     (entry,) = await worker.take(1)
     result, writer = await worker.replies.open(worker.envelope(entry))
-    assert (result.status, result.key, writer) == (OpenStatus.BLOCKED, name, None)
+    assert (result.status, result.key, writer) == (OpenStatus.BLOCKED, key, None)
     assert raw.pending(worker.keys.jobs("normal"))[entry.entry_id][0] == "w"
+
+
+@pytest.mark.parametrize("command", [("SET", "KEY", "something else"), ("HSET", "KEY", "attempt", "9" * 300)])
+async def test_what_no_worker_wrote_is_no_record_and_is_replaced(
+    make_worker: MakeWorker, raw: RespClient, command: tuple[str, ...]
+) -> None:
+    worker = make_worker("w")
+    raw.call(*(worker.keys.state("a") if word == "KEY" else word for word in command))
+    await push(worker, id="a", prompt="x")
+    (entry,) = await worker.take(1)
+    writer = await worker.open(entry)
+    record = raw.hash(worker.keys.state("a"))
+    assert (record["entry"], record["attempt"]) == (f"normal/{entry.entry_id}", str(writer.attempt))
+    assert raw.call("PTTL", worker.keys.state("a")) > 0
 
 
 async def test_a_record_that_points_into_a_lane_of_another_type_is_stale(

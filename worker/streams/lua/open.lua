@@ -13,6 +13,8 @@ local lane_key, reply_key, state_key, cancel_key = KEYS[1], KEYS[2], KEYS[3], KE
 local group, consumer, entry_id, lane, digest = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local model, run_ttl, own_attempt, tenant = ARGV[6], ARGV[7], tonumber(ARGV[8]), ARGV[9]
 local TERMINAL = '18446744073709551615'
+-- Beyond it Lua can't count up. No worker gets there, so somebody typed such an attempt.
+local LARGEST = 2 ^ 53
 
 local pending = redis.pcall('XPENDING', lane_key, group, entry_id, entry_id, 1, consumer)
 if pending.err then
@@ -45,10 +47,13 @@ end
 
 -- 1. A record of another entry: the id is taken, or the record is stale.
 local record = redis.pcall('HMGET', state_key, 'entry', 'digest', 'status', 'attempt', 'worker', 'crashes', 'solo', 'alone')
-if is_wrong_type(record) then return {'blocked', state_key} end
+-- Only workers write here, so something else is no record, and is replaced like a stale one.
+local is_junk = is_wrong_type(record)
+if is_junk then record = {} end
 if record.err then return record end
 local this_entry = lane .. '/' .. entry_id
 local state_attempt = tonumber(string.match(record[4] or '', '^%d+$') or '0')
+if state_attempt >= LARGEST then state_attempt = 0 end
 local is_same, is_stale = record[1] == this_entry, false
 if record[1] and not is_same then
   local other_lane, other_id = string.match(record[1], '^(%a+)/(%d+%-%d+)$')
@@ -71,8 +76,7 @@ end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local next_attempt = math.max(now, last_attempt + 1, state_attempt + 1, own_attempt + 1)
--- Beyond 2^53 nothing can be counted up. No worker gets there: somebody typed that.
-if next_attempt >= 2 ^ 53 then return {'blocked', last_attempt >= state_attempt and reply_key or state_key} end
+if next_attempt >= LARGEST then return {'blocked', reply_key} end
 local attempt = string.format('%.0f', next_attempt)
 -- A stale record of another job under this id: what it stored is no beginning of this one.
 if is_stale and record[2] ~= digest then
@@ -93,7 +97,7 @@ if is_same then
     crashes = crashes + 1
     if record[8] == '1' then solo = solo + 1 end
   end
-elseif is_stale then
+elseif is_stale or is_junk then
   redis.call('DEL', state_key)
 end
 redis.call('HSET', state_key, 'entry', this_entry, 'digest', digest, 'status', 'running', 'worker', consumer,
