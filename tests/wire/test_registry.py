@@ -2,10 +2,14 @@
 
 import asyncio
 
+import pytest
+from structlog.testing import capture_logs
+
 from tests.wire.resp import RespClient
 from tests.wire.workers import MakeWorker, TestWorker, eventually, push
 from worker.errors import ErrorCode
 from worker.streams.connection import Link
+from worker.streams.errors import ServerError
 from worker.streams.keys import HANDOVER
 from worker.streams.leases import Entry
 from worker.streams.registry import (
@@ -130,7 +134,23 @@ async def test_cancel_marks_are_found_in_one_look(make_worker: MakeWorker, raw: 
     raw.call("SET", worker.keys.cancel("a"), "user left")
     raw.call("SET", worker.keys.cancel("b"), b"\xff")
     raw.call("LPUSH", worker.keys.cancel("c"), "wrong type")
-    assert await marks.check(["a", "b", "c", "d"]) == {"a": "user left", "b": "\ufffd", "c": ""}
+    with capture_logs() as logs:
+        assert await marks.check(["a", "b", "c", "d"]) == {"a": "user left", "b": "\ufffd", "c": ""}
+    assert [event["key"] for event in logs] == [worker.keys.cancel("c")]
+
+
+async def test_a_server_that_can_not_answer_cancels_nothing(make_worker: MakeWorker, raw: RespClient) -> None:
+    worker = make_worker("w")
+    raw.call("ACL", "SETUSER", "blind", "on", ">pw", "~*", "+@all", "-get")
+    try:
+        await worker.commands.call("AUTH", "blind", "pw")
+        with pytest.raises(ServerError):
+            await CancelMarks(worker.commands, worker.keys).check(["a"])
+        await push(worker, id="a", prompt="x")
+        (entry,) = await worker.take(1)
+        assert (await worker.replies.open(worker.envelope(entry)))[0].cancel_reason is None
+    finally:
+        raw.call("ACL", "DELUSER", "blind")
 
 
 async def test_operators_settings_are_read(make_worker: MakeWorker, raw: RespClient) -> None:

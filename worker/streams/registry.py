@@ -148,12 +148,17 @@ class CancelMarks:
         if not ids:
             return {}
         answers = await self._link.batch([("GET", self._keys.cancel(job_id)) for job_id in ids])
-        # A mark of a wrong type is a mark all the same.
-        return {
-            job_id: answer.decode("utf-8", "replace") if isinstance(answer, bytes) else ""
-            for job_id, answer in zip(ids, answers, strict=True)
-            if answer is not None
-        }
+        marks: dict[str, str] = {}
+        for job_id, answer in zip(ids, answers, strict=True):
+            if isinstance(answer, ServerError):
+                if not answer.is_wrong_type:
+                    raise answer
+                # A mark of another type is a mark all the same.
+                log.warning("cancel_mark_of_wrong_type", key=self._keys.cancel(job_id), advice="use SET with EX")
+                marks[job_id] = ""
+            elif answer is not None:
+                marks[job_id] = answer.decode("utf-8", "replace")
+        return marks
 
 
 async def read_config(link: Link, keys: QueueKeys) -> dict[str, str]:

@@ -108,5 +108,5 @@ redis.call('PEXPIRE', state_key, run_ttl)
 redis.call('XCLAIM', lane_key, group, consumer, 0, entry_id, 'RETRYCOUNT', 0, 'JUSTID')
 
 local mark = redis.pcall('GET', cancel_key)
-if type(mark) == 'table' then mark = '' end
+if type(mark) == 'table' then mark = is_wrong_type(mark) and '' or false end
 return {'opened', attempt, covered, crashes, solo, mark, is_same and 1 or 0}
