@@ -76,11 +76,12 @@ class Service:
         settings: Settings,
         *,
         progress: ProgressCallback | None = None,
-        on_stop: Callable[[int], None] | None = None,
+        on_stop: Callable[[int, bool], None] | None = None,
     ) -> None:
         """`settings.model` is the checkpoint's path and `settings.redis_url` the server to work with.
 
-        `on_stop` is called once with the number of jobs held, as soon as the service is told to stop.
+        `on_stop` is called with the number of jobs held as soon as the service is told to stop, and with True
+        beside it when it is told not to wait for them.
         """
         if settings.redis_url is None:
             raise StartupError("no Redis to work with: set redis_url")
@@ -128,10 +129,11 @@ class Service:
 
     def stop(self) -> None:
         """Stop taking jobs and end once the running ones are done; called again: end now."""
-        if self._stop.is_set():
+        is_again = self._stop.is_set()
+        if self._on_stop is not None and not self._hurry.is_set():
+            self._on_stop(len(self._links.leases), is_again)
+        if is_again:
             self._hurry.set()
-        elif self._on_stop is not None:
-            self._on_stop(len(self._links.leases))
         self._stop.set()
         self._room.set()
 

@@ -71,7 +71,9 @@ async def _run_service(
         greetings.append(asyncio.create_task(show_start(settings, first_message, info.metrics_url, service)))
 
     greetings: list[asyncio.Task[None]] = []
-    service = Service(settings, progress=progress, on_stop=lambda num_jobs: tell_stop(num_jobs, settings))
+    service = Service(
+        settings, progress=progress, on_stop=lambda num_jobs, is_again: tell_stop(num_jobs, is_again, settings)
+    )
     parts = [asyncio.create_task(service.run(ready))]
     if server is not None:
         parts.append(asyncio.create_task(server.keep_running()))
@@ -85,17 +87,15 @@ async def _run_service(
         await asyncio.gather(*parts, *greetings, return_exceptions=True)
 
 
-def tell_stop(num_jobs: int, settings: Settings) -> None:
-    """Say at once what a stop waits for, and how to end the waiting."""
+def tell_stop(num_jobs: int, is_again: bool, settings: Settings) -> None:
+    """Say at once what a stop waits for, and how to end the waiting; told again, that it waits no longer."""
+    words = "Stopping."
     if num_jobs:
         jobs = "1 running job" if num_jobs == 1 else f"{num_jobs} running jobs"
-        click.echo(
-            f"\nStopping: {jobs} may take {settings.shutdown_grace_s:g} s more. Ctrl-C again ends now; "
-            "what is unfinished stays in the queue.",
-            err=True,
-        )
-    else:
-        click.echo("\nStopping.", err=True)
+        grace = f"{jobs} may take {settings.shutdown_grace_s:g} s more. Ctrl-C again ends now"
+        words = "Stopping now" if is_again else f"Stopping: {grace}"
+        words += "; what is unfinished stays in the queue."
+    click.echo(f"\n{words}", err=True)
 
 
 def find_model(settings: Settings, progress: ProgressReporter) -> Path:
