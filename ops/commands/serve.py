@@ -53,9 +53,15 @@ def _serve(first_message: str | None, **flags: Any) -> None:
                 settings = settings.model_copy(update={"redis_url": SecretStr(url)})
                 asyncio.run(_run_service(settings, progress, first_message, server))
                 clearing_up()
-    finally:
-        if sys.stderr.isatty():
-            click.echo("Stopped.", err=True)
+    except KeyboardInterrupt:
+        _tell_stopped()
+        raise
+    _tell_stopped()
+
+
+def _tell_stopped() -> None:
+    if sys.stderr.isatty():
+        click.echo("Stopped.", err=True)
 
 
 async def _run_service(
