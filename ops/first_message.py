@@ -74,7 +74,7 @@ def lines_to_try(settings: Settings) -> list[str]:
     pagemill = own_command()
     tools = [f"{pagemill} redis{server_flag}"]
     cli = shutil.which("redis-cli") or shutil.which("valkey-cli")
-    if cli is not None:
+    if cli is not None and not _url(settings).startswith("unix:"):  # redis-cli takes no such URL
         tools.insert(0, f"{Path(cli).name} -u {_shell_url(settings)}")
     where = "From another terminal" + (", in this folder" if "/" in pagemill and not pagemill.startswith("/") else "")
     if _PASSWORD in server_flag:

@@ -170,3 +170,10 @@ def test_the_lines_to_try_name_a_server_that_was_given(monkeypatch: pytest.Monke
 )
 def test_a_password_in_a_url_is_replaced_by_a_word_to_fill_in(url: str, shown: str) -> None:
     assert without_password(url) == shown
+
+
+def test_redis_cli_is_not_offered_a_url_that_it_cant_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "redis-cli").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    names = [words[0] for words in commands(load_settings({"redis_url": "unix:///run/redis.sock"}))]
+    assert names == [own_command()] * 3
