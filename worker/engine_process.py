@@ -43,6 +43,7 @@ from worker.openmp import limit_spinning
 EXIT_REFUSED = 2
 EXIT_DIED = 3
 READ_BYTES = 1 << 16
+IMPORTING = "importing torch"
 
 
 class EngineLoop:
@@ -108,9 +109,11 @@ def serve(connection: socket.socket, config: EngineConfig) -> int:
 
     commands: SimpleQueue[Command] = SimpleQueue()
     threading.Thread(target=read_commands, args=(connection, commands), name="commands", daemon=True).start()
+    emit(Progress(IMPORTING, 0, 0))
     try:
         from worker.engine_builder import build_engine  # torch: two seconds, and its errors are told over the pipe
 
+        emit(Progress(IMPORTING, 1, 1))
         engine, info = build_engine(config, progress=ProgressEvents(emit))
     except StartupError as error:
         emit(Refused(str(error)))

@@ -1,7 +1,6 @@
 """Keeps an engine alive: starts it, follows its steps, starts another where it died, and knows when it hangs."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 
@@ -44,22 +43,12 @@ class EngineSupervisor:
         self.is_up = False
         self.last_report: StepReport | None = None
 
-    async def start(self, stop: asyncio.Event) -> EngineInfo:
-        """Start the engine. Raises StartupError, also if `stop` is set before the engine stands."""
-        starting = asyncio.create_task(self._engine.start())
-        stopping = asyncio.create_task(stop.wait())
+    async def start(self) -> EngineInfo:
+        """Start the engine. Raises StartupError."""
         try:
-            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
-                raise StartupError("stopped before the engine stood")
-            info = await starting
+            info = await self._engine.start()
         except EngineDiedError as error:
             raise StartupError(f"the engine could not start: {error}") from error
-        finally:
-            for task in (starting, stopping):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, StartupError, EngineDiedError):
-                    await task
         self._stands()
         return info
 

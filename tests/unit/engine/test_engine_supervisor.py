@@ -52,7 +52,7 @@ async def test_damaged_blocks_are_logged_once_and_anew_after_a_restart() -> None
         lambda: engines.pop(0), on_report=lambda report: None, on_death=lambda: None, on_restart=restarted
     )
     with capture_logs() as logs:
-        await supervisor.start(asyncio.Event())
+        await supervisor.start()
         following = asyncio.create_task(supervisor.follow())
         await asyncio.wait([following, asyncio.create_task(over.wait())], return_when=asyncio.FIRST_COMPLETED)
         following.cancel()
