@@ -12,6 +12,7 @@ from worker.engine_client import EngineClient, EngineDiedError
 from worker.engine_config import EngineInfo
 from worker.engine_messages import StepReport
 from worker.errors import StartupError
+from worker.startup_memory import possible_cause
 
 log = structlog.get_logger(__name__)
 
@@ -54,7 +55,7 @@ class EngineSupervisor:
                 raise StartupError("stopped before the engine stood")
             info = await starting
         except EngineDiedError as error:
-            raise StartupError(f"the engine could not start: {error}") from error
+            raise StartupError(f"the engine could not start: {error}, {possible_cause()}") from error
         finally:
             for task in (starting, stopping):
                 task.cancel()
