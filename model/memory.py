@@ -1,6 +1,5 @@
 """Memory of the KV cache."""
 
-import contextlib
 import ctypes
 import errno
 import logging
@@ -20,8 +19,6 @@ _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _PIECE_BYTES: Final = 4 << 20
 # From here on a thread takes the pages; less is there at once.
 _THREAD_BYTES: Final = 64 << 20
-# Niceness of that thread once nobody waits for it: a quarter of the share of one that computes.
-_BEHIND: Final = 5
 # Linux 5.14: make the pages as a write does, and leave what they hold.
 _MADV_POPULATE_WRITE: Final = 23
 # What it answers where memory is missing; anything else says that there is no such call.
@@ -42,8 +39,8 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 def take_pages(tensor: torch.Tensor, max_wait_s: float) -> None:
     """Take the memory of a contiguous tensor from the system, if it lies on the CPU: resident from now on.
 
-    What isn't there after `max_wait_s` goes on in the background, behind whoever computes; the tensor may be used
-    meanwhile, since contents stay as they are. Where the system can't do that (before Linux 5.14), zeros are written
+    What isn't there after `max_wait_s` comes in the background; the tensor may be used meanwhile, since contents stay
+    as they are. Where the system can't do that (before Linux 5.14), zeros are written
     before this returns, so nothing of worth may be in it yet.
 
     Raises MemoryError where there is too little.
@@ -101,9 +98,6 @@ def _run_in_thread(taking: _Taking, max_wait_s: float) -> None:
     thread.start()
     thread.join(max_wait_s)
     is_waited_for.clear()
-    if thread.is_alive() and thread.native_id is not None and sys.platform.startswith("linux"):
-        with contextlib.suppress(OSError):  # on Linux it is this thread's priority alone
-            os.setpriority(os.PRIO_PROCESS, thread.native_id, _BEHIND)
 
 
 @cache

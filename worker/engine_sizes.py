@@ -18,9 +18,10 @@ from worker.startup_memory import REST_BYTES, Need, left, need_on_cpu, too_littl
 log = logging.getLogger("pagemill.engine")
 
 BATCHED_TOKENS = {"cuda": 6144, "cpu": 512}
-# On the CPU the KV cache takes this share of the free memory, and no more than this many bytes.
+# On the CPU the KV cache takes this share of the free memory, and no more than this many bytes: it is taken whole at
+# start, and a CPU computes few tokens a second to fill more with. docs/model.md has the figures.
 CPU_KV_SHARE = 0.25
-CPU_KV_LIMIT_BYTES = 4 << 30
+CPU_KV_LIMIT_BYTES = 2 << 30
 # The CPU tier on CUDA where nothing is said: this much, but no more than this share of the free memory.
 SWAP_DEFAULT_BYTES = 4 << 30
 SWAP_SHARE = 0.25
@@ -60,7 +61,8 @@ def fit_context(config: EngineConfig, context: int, num_blocks: int) -> int:
     if context <= num_slots:
         return context
     if config.max_model_len is None:
-        log.warning(
+        log.log(
+            logging.WARNING if config.num_kv_blocks is None else logging.INFO,  # who sets the blocks, knows
             "max_model_len is lowered from the model's %d to %d tokens: that is what the %d blocks of KV cache hold",
             context,
             num_slots,
