@@ -3,11 +3,12 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from kernels.compiled import warmup
+from kernels.compiled import is_compiled, set_cache_root, warmup
 from model.decoder import Decoder
 from model.input_batch import InputBatch, IntArray, StepInputs
 from model.kv_cache import KVCache
@@ -30,6 +31,7 @@ class RunnerConfig:
     sampled_vocab_size: ids from here on are never drawn (None: the model's vocabulary).
     max_logits_rows: rows whose logits exist at once; more are computed in pieces.
     num_threads: CPU threads of a step (None: one a physical core).
+    kernel_cache_dir: where compiled kernels are kept (None: the user's cache folder).
     """
 
     max_num_seqs: int
@@ -37,6 +39,7 @@ class RunnerConfig:
     sampled_vocab_size: int | None = None
     max_logits_rows: int = 256
     num_threads: int | None = None
+    kernel_cache_dir: Path | None = None
 
 
 class ModelRunner:
@@ -55,6 +58,7 @@ class ModelRunner:
         self._sampler = Sampler(min(config.sampled_vocab_size or vocab_size, vocab_size))
         self._batch = InputBatch(config.max_num_seqs, config.max_model_len, kv_cache.block_size, decoder.device)
         self.num_threads = set_num_threads(config.num_threads)
+        set_cache_root(config.kernel_cache_dir)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Do one step's work in the order that SchedulerOutput states, and draw the tokens of its sampled chunks.
@@ -112,19 +116,17 @@ class ModelRunner:
         return drawn, logprobs
 
     def warm_up(self, progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Compile the kernels, then run a prompt and a decode, greedy and not, so that the first request is not slow.
+        """Load the kernels, then run a prompt and a decode, greedy and not, so that the first request is not slow.
 
         Call it while no sequence has a row: it computes in the cache's first block. progress(stage, done, total) is
-        called while kernels are compiled, which takes long only once on a machine.
+        called where kernels have to be compiled, once on a machine; loading them takes no time to speak of.
         """
         config = self._decoder.config
-        warmup(
-            self._decoder.dtype,
-            config.head_dim,
-            config.num_heads,
-            config.num_kv_heads,
-            None if progress is None else lambda done, total, _: progress(COMPILE_STAGE, done, total),
-        )
+        shape = (self._decoder.dtype, config.head_dim, config.num_heads, config.num_kv_heads)
+        if progress is None or is_compiled(*shape):
+            warmup(*shape)
+        else:
+            warmup(*shape, lambda done, total, _: progress(COMPILE_STAGE, done, total))
         prompt_len = min(self._kv_cache.block_size - 1, self._batch.max_model_len - 1)
         rows = [
             NewRow(

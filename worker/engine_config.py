@@ -4,13 +4,16 @@ from dataclasses import dataclass
 
 from scheduler.policy_names import DEFAULT_POLICY
 
+# Powers of two, which the kernels' tiles are cut into.
+BLOCK_SIZES = (8, 16, 32, 64)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How to build an engine.
 
     model_path: a folder with config.json and safetensors, or a GGUF file.
-    max_model_len: tokens of one sequence; None takes the checkpoint's own context.
+    max_model_len: tokens of one sequence; None takes the checkpoint's own context, or what the KV cache holds of it.
     num_kv_blocks: blocks of the KV cache; None sizes it from the memory at hand.
     max_num_batched_tokens: token budget of a step; None is 6144 on CUDA and 512 on the CPU, where a step of 6144
         tokens would take many seconds.

@@ -1,7 +1,7 @@
 """What crosses the pipe between the service process and the engine process: msgpack arrays, first element the kind.
 
 To the engine:    ["add", request]  ["abort", seq_id]  ["close"]
-From the engine:  ["progress", stage, done, total]  ["ready", info]  ["refused", message]
+From the engine:  ["progress", stage, done, total]  ["notice", message]  ["ready", info]  ["refused", message]
                   ["step", step, outputs, stats, [steps, step_s, forward_s]]  ["died", message]
 """
 
@@ -46,6 +46,13 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Notice:
+    """A line for the log, of something that the start came by without."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The engine stands."""
 
@@ -76,7 +83,7 @@ class Died:
 
 
 Command = Add | Abort | Close
-Event = Progress | Ready | Refused | StepReport | Died
+Event = Progress | Notice | Ready | Refused | StepReport | Died
 
 
 def pack_command(command: Command) -> bytes:
@@ -108,6 +115,8 @@ def pack_event(event: Event) -> bytes:
     match event:
         case Progress(stage, done, total):
             return _pack(["progress", stage, done, total])
+        case Notice(message):
+            return _pack(["notice", message])
         case Ready(info):
             return _pack(["ready", astuple(info)])
         case Refused(message):
@@ -129,6 +138,8 @@ def unpack_event(message: SequenceABC[Any]) -> Event:
         )
     if kind == "progress":
         return Progress(*message[1:])
+    if kind == "notice":
+        return Notice(message[1])
     if kind == "ready":
         return Ready(EngineInfo(*message[1]))
     if kind == "refused":

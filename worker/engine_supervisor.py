@@ -11,6 +11,7 @@ from worker.engine_client import EngineClient, EngineDiedError
 from worker.engine_config import EngineInfo
 from worker.engine_messages import StepReport
 from worker.errors import StartupError
+from worker.startup_memory import possible_cause
 
 log = structlog.get_logger(__name__)
 
@@ -48,7 +49,7 @@ class EngineSupervisor:
         try:
             info = await self._engine.start()
         except EngineDiedError as error:
-            raise StartupError(f"the engine could not start: {error}") from error
+            raise StartupError(f"the engine could not start: {error}, {possible_cause()}") from error
         self._stands()
         return info
 

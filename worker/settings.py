@@ -17,11 +17,11 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from scheduler.errors import InvalidConfigError
 from scheduler.policy_names import DEFAULT_POLICY, parse_policy
+from worker.engine_config import BLOCK_SIZES
 from worker.errors import StartupError
 from worker.settings_words import ENV_PREFIX, env_name, problem_line
 
 DEMO_MODEL = "smollm2"
-BLOCK_SIZES = (8, 16, 32, 64)
 # Token budget of a step where `max_num_batched_tokens` is not set. On the CPU a step of 6144 tokens takes many seconds.
 BATCHED_TOKENS_CUDA = 6144
 BATCHED_TOKENS_CPU = 512

@@ -14,6 +14,7 @@ from worker.engine_messages import (
     Command,
     Died,
     Event,
+    Notice,
     Progress,
     Ready,
     Refused,
@@ -45,6 +46,7 @@ def test_commands_survive_the_pipe(command: Command) -> None:
     "event",
     [
         Progress("loading", 3, 10),
+        Notice("the cache is damaged"),
         Ready(EngineInfo(512, 64, 16, 8, 320, 4096, "cpu", "float32", "print", 1)),
         Ready(EngineInfo(512, 64, 16, 8, 320, 4096, "cpu", "float32", "print", 1, 32, 6.5e9, 300.5)),
         Refused("no such file"),

@@ -18,6 +18,8 @@ from worker.engine import Engine, EngineRequest
 from worker.engine_builder import build_engine
 from worker.engine_config import EngineConfig, EngineInfo
 from worker.errors import StartupError
+from worker.memory import Headroom
+from worker.startup_memory import REST_BYTES
 
 NUM_NEW_TOKENS = 40
 TINY_BLOCK_BYTES = 2 * 2 * 8 * 16 * 4
@@ -220,8 +222,8 @@ def test_the_swap_space_can_be_told_in_gib(config: EngineConfig) -> None:
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> int:
     """A machine with little more free memory than what a process takes beside its weights."""
-    free = (600 << 20) + (4 << 20)
-    monkeypatch.setattr("worker.engine_builder.available_bytes", lambda: free)
+    free = REST_BYTES + (4 << 20)
+    monkeypatch.setattr("worker.engine_sizes.headroom", lambda: Headroom(free, "the machine's memory"))
     return free
 
 
