@@ -14,36 +14,37 @@ ADMISSIONS_PER_TURN = 16
 class SortedQueue:
     """Sequences in the order of a key that does not change while they are in here.
 
-    A sorted list: taking one from the middle (an abort, or a small one that passes a big one) costs a
-    binary search and one memmove, and iteration is as fast as Python has it.
+    Two sorted lists, of keys and of sequences: taking one from the middle (an abort, or a small one that passes a big
+    one) costs a binary search and two memmoves, and iteration is as fast as Python has it.
     """
 
     def __init__(self, key: Callable[[Sequence], Key]) -> None:
         self._key = key
-        self._entries: list[tuple[Key, Sequence]] = []
+        self._keys: list[Key] = []
+        self._seqs: list[Sequence] = []
 
     def add(self, seq: Sequence) -> int:
         """Put `seq` into its place; which that is."""
-        entry = (self._key(seq), seq)
-        index = bisect_left(self._entries, entry)
-        self._entries.insert(index, entry)
+        key = self._key(seq)
+        index = bisect_left(self._keys, key)
+        self._keys.insert(index, key)
+        self._seqs.insert(index, seq)
         return index
 
     def remove(self, seq: Sequence) -> None:
         """Take `seq` out, wherever it stands."""
-        key = self._key(seq)
-        index = bisect_left(self._entries, key, key=lambda entry: entry[0])
-        assert self._entries[index : index + 1] == [(key, seq)], f"{seq} is not in the waiting queue"
-        del self._entries[index]
+        index = bisect_left(self._keys, self._key(seq))
+        assert self._seqs[index : index + 1] == [seq], f"{seq} is not in the waiting queue"
+        del self._keys[index], self._seqs[index]
 
     def __getitem__(self, index: int) -> Sequence:
-        return self._entries[index][1]
+        return self._seqs[index]
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (seq for _, seq in self._entries)
+        return iter(self._seqs)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._seqs)
 
 
 class TenantQueue:

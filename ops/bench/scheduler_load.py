@@ -1,13 +1,18 @@
 """A made-up, steady load for the scheduler alone: about 256 sequences decode, 1,000 wait, tokens come from nowhere."""
 
+import gc
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from functools import partial
+from typing import Final, Self, TypeVar
 
 from ops.bench.workload import Lengths, WorkloadShape, draw_lengths
 from scheduler import CacheConfig, ModelRunnerOutput, SamplingParams, Scheduler, SchedulerConfig, Sequence
 from scheduler.output import SchedulerOutput, TransferResult
+
+T = TypeVar("T")
 
 NUM_RUNNING: Final = 256
 NUM_WAITING: Final = 1000
@@ -42,10 +47,33 @@ POOLS: Final = (
 
 @dataclass(slots=True)
 class Times:
-    """Nanoseconds of each call: by the clock on the wall, and of this thread on a processor."""
+    """Nanoseconds of each call: by the clock on the wall, of this thread on a processor, and of that in the garbage
+    collector."""
 
     wall_ns: list[int] = field(default_factory=list)
     cpu_ns: list[int] = field(default_factory=list)
+    gc_ns: list[int] = field(default_factory=list)
+
+
+class GcMeter:
+    """While it is entered, `taken_ns` grows by the processor time of each collection."""
+
+    def __init__(self) -> None:
+        self.taken_ns = 0
+        self._started_ns = 0
+
+    def __enter__(self) -> Self:
+        gc.callbacks.append(self._note)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        gc.callbacks.remove(self._note)
+
+    def _note(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._started_ns = time.thread_time_ns()
+        else:
+            self.taken_ns += time.thread_time_ns() - self._started_ns
 
 
 class SteadyLoad:
@@ -68,6 +96,7 @@ class SteadyLoad:
             CacheConfig(pool.num_blocks, BLOCK_SIZE, pool.num_cpu_blocks, kv_block_bytes=1 << 20),
         )
         self.num_running = 0
+        self._gc = GcMeter()
         self._rng = random.Random(seed)
         self._lengths: list[Lengths] = []
         self._num_added = 0
@@ -82,9 +111,10 @@ class SteadyLoad:
     def run(self, num_steps: int) -> tuple[Times, Times]:
         """What `schedule` and `update` take in so many steps."""
         schedule, update = Times(), Times()
-        for _ in range(num_steps):
-            self._step(schedule, update)
-            self.num_running += len(self.scheduler.running)
+        with self._gc:
+            for _ in range(num_steps):
+                self._step(schedule, update)
+                self.num_running += len(self.scheduler.running)
         return schedule, update
 
     def _step(self, schedule: Times, update: Times) -> None:
@@ -92,13 +122,17 @@ class SteadyLoad:
         while len(scheduler.waiting) < NUM_WAITING:
             scheduler.add(self._newcomer())
         self._now += STEP_S
-        wall_ns, cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
-        output = scheduler.schedule(self._now)
-        _note(schedule, wall_ns, cpu_ns)
+        output = self._timed(schedule, partial(scheduler.schedule, self._now))
         drawn = _draw(output)
-        wall_ns, cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
-        scheduler.update(output, drawn, self._now + STEP_S)
-        _note(update, wall_ns, cpu_ns)
+        self._timed(update, partial(scheduler.update, output, drawn, self._now + STEP_S))
+
+    def _timed(self, times: Times, call: Callable[[], T]) -> T:
+        wall_ns, gc_ns, cpu_ns = time.perf_counter_ns(), self._gc.taken_ns, time.thread_time_ns()
+        result = call()
+        times.cpu_ns.append(time.thread_time_ns() - cpu_ns)
+        times.gc_ns.append(self._gc.taken_ns - gc_ns)
+        times.wall_ns.append(time.perf_counter_ns() - wall_ns)
+        return result
 
     def _newcomer(self) -> Sequence:
         if not self._lengths:
@@ -120,13 +154,7 @@ class SteadyLoad:
         )
 
 
-def _note(times: Times, wall_ns: int, cpu_ns: int) -> None:
-    times.cpu_ns.append(time.thread_time_ns() - cpu_ns)
-    times.wall_ns.append(time.perf_counter_ns() - wall_ns)
-
-
 def _draw(output: SchedulerOutput) -> ModelRunnerOutput:
     """A token for each sequence that wants one; copies between the tiers are done at once."""
     ended = [TransferResult(transfer.transfer_id) for transfer in (*output.swap_outs, *output.swap_ins)]
-    sampled = {chunk.seq_id: 7 for chunk in output.chunks if chunk.is_sampled}
-    return ModelRunnerOutput(sampled, transfers=tuple(ended))
+    return ModelRunnerOutput(dict.fromkeys(output.chunks.sampled_ids, 7), transfers=tuple(ended))
