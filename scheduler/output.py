@@ -85,8 +85,7 @@ class NewBlocks(NamedTuple):
     block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
+class BlockCopy(NamedTuple):
     """Copy block `src` to block `dst`; which tier each lies on is said by the list that holds it."""
 
     src: int

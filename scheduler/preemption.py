@@ -59,9 +59,13 @@ class RunningQueue:
         """All but the leader, the least protected first. Nobody may be added or removed meanwhile."""
         return islice(reversed(self._seqs), max(0, len(self._seqs) - 1))
 
-    def behind(self, index: int, max_num: int) -> Iterator[Sequence]:
-        """At most `max_num` of them, from number `index` on. Nobody may be added or removed meanwhile."""
-        return islice(self._seqs, index, index + max_num)
+    def growing(self) -> list[int]:
+        """The numbers of those whose next chunk is no mere decode (`Sequence.num_decode_slots`)."""
+        return [number for number, seq in enumerate(self._seqs) if seq.num_computed_tokens >= seq.num_decode_slots]
+
+    def part(self, start: int, end: int) -> list[Sequence]:
+        """Numbers [start, end) of them, as far as there are so many."""
+        return self._seqs[start:end]
 
     def __getitem__(self, index: int) -> Sequence:
         return self._seqs[index]

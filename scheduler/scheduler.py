@@ -176,8 +176,6 @@ class Scheduler:
             self._drop(seq, now)
         num_tokens = self._watch.guard.num_step_tokens(len(self.running))
         adder = StepAdder(self.kv, num_tokens, self._tier_hits)
-        if self.policy.fair is not None and adder.may_lack_blocks(self.running):
-            self.running.reorder()
         has_lacked_blocks = self._serve_running(adder)
         # Who was preempted must not be let in again with the blocks it has just made room with.
         if self.waiting and not has_lacked_blocks and self._is_admission_due(adder, now):
@@ -292,25 +290,37 @@ class Scheduler:
         for it. So does a leader without anybody left to preempt: what it lacks is on its way.
         """
         running = self.running
+        growing = self._growing_in_order(adder)
         last_lacking: Sequence | None = None
         index = 0
-        while True:
-            index += adder.serve_decodes(running.behind(index, adder.num_tokens_left))
-            if index == len(running) or adder.num_tokens_left == 0:
-                return last_lacking is not None
-            seq = running[index]
-            num_behind = len(running) - index - 1
-            if adder.try_serve(seq, num_behind):
-                index += 1
-                continue
-            if seq is not last_lacking:
-                last_lacking = seq
-                self._num_missing_blocks += adder.num_missing_blocks(seq, num_behind)
-            is_last = len(running) == 1 and self.kv.has_transfers
-            if is_last or (self.kv.has_transfers and adder.try_reserve(seq, num_behind)):
-                index += 1
-                continue
-            self._preempt(running.pop_victim())
+        for growing_index in (*growing, len(running)):
+            adder.serve_decodes(running.part(index, growing_index))
+            index = growing_index
+            while index == growing_index < len(running) and adder.num_tokens_left > 0:
+                seq = running[index]
+                num_behind = len(running) - index - 1
+                if adder.try_serve(seq, num_behind):
+                    index += 1
+                    continue
+                if seq is not last_lacking:
+                    last_lacking = seq
+                    self._num_missing_blocks += adder.num_missing_blocks(seq, num_behind)
+                is_last = len(running) == 1 and self.kv.has_transfers
+                if is_last or (self.kv.has_transfers and adder.try_reserve(seq, num_behind)):
+                    index += 1
+                    continue
+                self._preempt(running.pop_victim())
+            if index >= len(running) or adder.num_tokens_left == 0:
+                break
+        return last_lacking is not None
+
+    def _growing_in_order(self, adder: StepAdder) -> list[int]:
+        """Which of the running sequences are no mere decodes, those being in the order of now if blocks may run out."""
+        growing = self.running.growing()
+        if self.policy.fair is None or not adder.may_lack_blocks([self.running[index] for index in growing]):
+            return growing
+        self.running.reorder()
+        return self.running.growing()
 
     def _remove_row(self, seq: Sequence) -> None:
         """Have the runner drop its row, if it has one: after a swap it gets it back with its next chunk only."""

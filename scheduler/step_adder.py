@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from scheduler.block_pool import Block
 from scheduler.kv_cache_manager import KVCacheManager
 from scheduler.output import Chunks, NewBlocks, NewRow, SchedulerOutput
-from scheduler.preemption import RunningQueue
 from scheduler.sequence import Sequence, SequenceStatus
 from scheduler.tier_hits import TierHits
 
@@ -34,33 +33,27 @@ class StepAdder:
         self._num_promised_blocks = 0
         self._num_reserved_blocks = 0
 
-    def may_lack_blocks(self, running: RunningQueue) -> bool:
-        """Whether the free blocks may be too few for what the running sequences want of this step."""
+    def may_lack_blocks(self, growing: Iterable[Sequence]) -> bool:
+        """Whether the free blocks may be too few for those that are no mere decodes."""
         num_left = self._kv.num_available_blocks
-        if num_left >= len(running) + self.num_tokens_left // self._kv.block_size:
-            return False
-        for seq in [seq for seq in running if seq.num_computed_tokens >= seq.num_decode_slots]:
+        for seq in growing:
+            if num_left < 0:
+                break
             num_tokens = len(seq.token_ids) - seq.num_computed_tokens
             num_left -= 1 if seq.num_decode_slots else max(0, self._kv.num_new_blocks(seq, num_tokens))
         return num_left < 0
 
-    def serve_decodes(self, running: Iterable[Sequence]) -> int:
-        """Serve those of `running` that come before the first that needs more than a look; how many they are.
+    def serve_decodes(self, seqs: list[Sequence]) -> None:
+        """Serve mere decodes, as far as the budget goes.
 
-        Nearly all chunks are such decodes (`Sequence.num_decode_slots`), so each costs no call and no object. There
-        must be a token of the budget for each.
+        Nearly all chunks are such (`Sequence.num_decode_slots`), so each costs no call and no object.
         """
-        seqs = []
-        for seq in running:
-            if seq.num_computed_tokens >= seq.num_decode_slots:
-                break
-            seqs.append(seq)
-        num_seqs = len(seqs)
-        self.seqs += seqs
-        self._counts += [1] * num_seqs
-        self._is_sampled += [True] * num_seqs
-        self.num_tokens_left -= num_seqs
-        return num_seqs
+        served = seqs[: self.num_tokens_left]
+        num_served = len(served)
+        self.seqs += served
+        self._counts += [1] * num_served
+        self._is_sampled += [True] * num_served
+        self.num_tokens_left -= num_served
 
     def try_serve(self, seq: Sequence, num_behind: int) -> bool:
         """Add the next chunk of a running sequence; False, and nothing changed, if its blocks don't fit.

@@ -16,35 +16,34 @@ class SortedQueue:
 
     Two sorted lists, of keys and of sequences: taking one from the middle (an abort, or a small one that passes a big
     one) costs a binary search and two memmoves, and iteration is as fast as Python has it.
+
+    seqs: in order, to be read.
     """
 
     def __init__(self, key: Callable[[Sequence], Key]) -> None:
         self._key = key
         self._keys: list[Key] = []
-        self._seqs: list[Sequence] = []
+        self.seqs: list[Sequence] = []
 
     def add(self, seq: Sequence) -> int:
         """Put `seq` into its place; which that is."""
         key = self._key(seq)
         index = bisect_left(self._keys, key)
         self._keys.insert(index, key)
-        self._seqs.insert(index, seq)
+        self.seqs.insert(index, seq)
         return index
 
     def remove(self, seq: Sequence) -> None:
         """Take `seq` out, wherever it stands."""
         index = bisect_left(self._keys, self._key(seq))
-        assert self._seqs[index : index + 1] == [seq], f"{seq} is not in the waiting queue"
-        del self._keys[index], self._seqs[index]
-
-    def __getitem__(self, index: int) -> Sequence:
-        return self._seqs[index]
+        assert self.seqs[index : index + 1] == [seq], f"{seq} is not in the waiting queue"
+        del self._keys[index], self.seqs[index]
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._seqs)
+        return iter(self.seqs)
 
     def __len__(self) -> int:
-        return len(self._seqs)
+        return len(self.seqs)
 
 
 class TenantQueue:
@@ -72,7 +71,7 @@ class TenantQueue:
             return
         heappush(self._heap, (self._key(seq), seq.tenant, 0))
         if len(self._heap) > 2 * len(self._lanes) + 16:
-            self._heap = [(self._key(lane[0]), tenant, 0) for tenant, lane in self._lanes.items()]
+            self._heap = [(self._key(lane.seqs[0]), tenant, 0) for tenant, lane in self._lanes.items()]
             heapify(self._heap)
 
     def remove(self, seq: Sequence) -> None:
@@ -94,14 +93,14 @@ class TenantQueue:
             if lane is None or (index == 0 and tenant in begun):
                 heappop(heap)
                 continue
-            seq = lane[index]
+            seq = lane.seqs[index]
             if (current := self._key(seq)) != key:
                 heapreplace(heap, (current, tenant, index))
                 continue
             begun.add(tenant)
             yield seq
-            if index + 1 < len(lane):
-                heapreplace(heap, (self._key(lane[index + 1]), tenant, index + 1))
+            if index + 1 < len(lane.seqs):
+                heapreplace(heap, (self._key(lane.seqs[index + 1]), tenant, index + 1))
             else:
                 heappop(heap)
 
@@ -115,7 +114,7 @@ class TenantQueue:
             lane = self._lanes.get(tenant)
             if lane is None:
                 heappop(heap)
-            elif (current := self._key(lane[0])) != key:
+            elif (current := self._key(lane.seqs[0])) != key:
                 heapreplace(heap, (current, tenant, 0))
             else:
                 return
@@ -139,7 +138,7 @@ class WaitingQueue:
     @property
     def oldest(self) -> Sequence:
         """Whoever arrived first. There must be one."""
-        return self._by_age[0]
+        return self._by_age.seqs[0]
 
     def add(self, seq: Sequence) -> None:
         """Put `seq` into its place."""

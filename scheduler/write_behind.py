@@ -40,7 +40,12 @@ class WriteBehind:
         if num_left <= 0 or not swap.has_begun_all:
             return
         block_size = kv.block_size
-        for seq in self._likely_victims(running):
+        num_wanted = self._num_wanted_blocks(running)
+        # The likeliest victims first: as many as hold the blocks that are wanted.
+        for seq in running.last_first():
+            if num_wanted <= 0 or num_left == 0 or num_room == 0:
+                return
+            num_wanted -= len(seq.block_table.blocks)
             # What lies in the tier for a likelier victim is not given up for a less likely one.
             if not seq.use_prefix_cache:
                 continue
@@ -48,23 +53,14 @@ class WriteBehind:
             num_room -= num_full
             if num_full > seq.num_written_blocks:
                 num_left -= swap.write_behind(seq, num_full, num_left)
-            if num_left == 0 or num_room == 0:
-                return
 
-    def _likely_victims(self, running: RunningQueue) -> list[Sequence]:
-        """Those, the likeliest first, whose blocks are needed if all grow for HORIZON_STEPS; never the leader."""
+    def _num_wanted_blocks(self, running: RunningQueue) -> int:
+        """Blocks that will be missing if all grow for HORIZON_STEPS."""
         if self._num_steps_left == 0:
             self._num_steps_left = STEPS_BETWEEN_ESTIMATES
             self._num_growth_blocks = sum([self._num_growth_blocks_of(seq) for seq in running])
         self._num_steps_left -= 1
-        num_wanted = self._num_growth_blocks - self._kv.num_available_blocks
-        victims: list[Sequence] = []
-        for seq in running.last_first():
-            if num_wanted <= 0:
-                break
-            victims.append(seq)
-            num_wanted -= len(seq.block_table.blocks)
-        return victims
+        return self._num_growth_blocks - self._kv.num_available_blocks
 
     def _num_growth_blocks_of(self, seq: Sequence) -> int:
         num_tokens = min(len(seq.token_ids) + HORIZON_STEPS, seq.max_num_tokens - 1)

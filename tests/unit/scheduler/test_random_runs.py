@@ -111,7 +111,7 @@ SWAP_EVENTS = {
 SWAP_CACHE_EVENTS = {"copied fewer out", "copied fewer in", "hit in the CPU tier"}
 WRITE_BEHIND_EVENTS = {"written behind", "copied at most one out", "preempted while written behind"}
 # Too rare to be sure of in a short run.
-RARE_EVENTS = {"overdue preempted", "overdue prefilling", "overdue swapping in"}
+RARE_EVENTS = {f"overdue {state}" for state in ("preempted", "prefilling", "swapped", "swapping in", "swapping out")}
 LONG_RUN = 20_000
 
 
