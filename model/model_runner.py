@@ -1,7 +1,7 @@
 """Computes the scheduler's steps: rows, block copies, one forward pass, one draw for each sampled chunk."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from model.layers import ForwardContext
 from model.sampler import Sampler
 from model.step_splitter import SplitStep, compute_in_parts
 from model.threads import set_num_threads
-from scheduler.output import Chunk, ModelRunnerOutput, NewRow, SchedulerOutput, TransferResult
+from scheduler.output import Chunks, ModelRunnerOutput, NewRow, SchedulerOutput, TransferResult
 from scheduler.sampling_params import SamplingParams
 
 NO_FINITE_LOGIT = "the model gave no finite logit to choose a token from: the weights or the prompt overflow its dtype"
@@ -77,7 +77,7 @@ class ModelRunner:
         step = compute_in_parts(output.chunks, lambda chunks: self._compute_chunks(chunks, logprobs))
         return _as_output(step, logprobs, self._kv_cache.ended_transfers())
 
-    def _compute_chunks(self, chunks: Sequence[Chunk], logprobs: dict[str, float]) -> dict[str, int]:
+    def _compute_chunks(self, chunks: Chunks, logprobs: dict[str, float]) -> dict[str, int]:
         """The token drawn for each sampled chunk, by sequence; -1 where there was none to draw.
 
         Adds the log probabilities of those that want one to `logprobs`.
@@ -139,11 +139,13 @@ class ModelRunner:
             )
             for temperature in (0.0, 1.0)[: self._batch.num_free_rows]
         ]
-        prompts = tuple(Chunk(row.seq_id, 0, prompt_len, (), True) for row in rows)
-        decodes = tuple(Chunk(row.seq_id, prompt_len, 1, (), True) for row in rows)
+        num_rows, seq_ids = len(rows), tuple(row.seq_id for row in rows)
+        are_sampled = (True,) * num_rows
+        prompts = Chunks(seq_ids, (0,) * num_rows, (prompt_len,) * num_rows, are_sampled)
+        decodes = Chunks(seq_ids, (prompt_len,) * num_rows, (1,) * num_rows, are_sampled)
         self.execute(SchedulerOutput(step=0, new_rows=tuple(rows), chunks=prompts))
         self.execute(SchedulerOutput(step=0, chunks=decodes))
-        self.execute(SchedulerOutput(step=0, removed_ids=tuple(row.seq_id for row in rows)))
+        self.execute(SchedulerOutput(step=0, removed_ids=seq_ids))
         self.last_forward_s = 0.0
 
 

@@ -130,6 +130,11 @@ def check_running(scheduler: Scheduler, seq: Sequence) -> None:
     assert seq.num_computed_tokens <= num_blocks * block_size < seq.num_tokens + block_size, (
         f"{seq} has blocks for {num_blocks * block_size} tokens"
     )
+    if seq.num_computed_tokens < seq.num_decode_slots:
+        is_mere_decode = seq.has_row and seq.family is None and seq.num_decode_slots == num_blocks * block_size
+        assert is_mere_decode, f"{seq} has no row, shares, or has no {seq.num_decode_slots} slots to decode into"
+        num_more = min(num_blocks + 1, scheduler.kv.num_blocks_for(num_max - 1)) - num_blocks
+        assert seq.num_promised_blocks == num_more, f"{seq} is promised {seq.num_promised_blocks} blocks"
     num_full = seq.num_computed_tokens // block_size
     is_entered = seq.use_prefix_cache and (seq.is_followed or seq.num_preemptions > 0)
     if scheduler.kv.prefix_cache is not None and is_entered:

@@ -138,8 +138,8 @@ class KVCacheManager:
 
     def must_copy(self, seq: Sequence) -> bool:
         """Whether the next token of `seq` is written to a block that others hold too."""
-        index = seq.num_computed_tokens // self.block_size
-        return index < len(seq.block_table) and seq.block_table[index].ref_cnt > 1
+        index, blocks = seq.num_computed_tokens // self.block_size, seq.block_table.blocks
+        return index < len(blocks) and blocks[index].ref_cnt > 1
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """The copies on the device that chunks since the last call need before they are computed."""
@@ -168,6 +168,14 @@ class KVCacheManager:
         seq.block_table.append(blocks)
         return tuple([block.block_id for block in blocks])
 
+    def try_append_block(self, seq: Sequence) -> tuple[int, ...] | None:
+        """Give `seq`, whose blocks are full, one more; its id. None, and nothing changed, where none is free."""
+        blocks = self.pool.allocate(1)
+        if blocks is None:
+            return None
+        seq.block_table.append(blocks)
+        return (blocks[0].block_id,)
+
     def _copy_on_write(self, seq: Sequence, copy: Block) -> None:
         """Put `copy` in the place of the block that `seq` writes to next, and note what is to be copied.
 
@@ -185,7 +193,7 @@ class KVCacheManager:
     def num_new_blocks(self, seq: Sequence, num_tokens: int) -> int:
         """Free blocks that `allocate_slots` would take; not above 0 where it would take none."""
         num_blocks = -(-(seq.num_computed_tokens + num_tokens) // self.block_size)
-        return num_blocks - len(seq.block_table) + self.must_copy(seq)
+        return num_blocks - len(seq.block_table.blocks) + self.must_copy(seq)
 
     def seal_full_blocks(self, seq: Sequence) -> None:
         """Offer the blocks that are full of computed tokens, and were not when last asked, to the prefix cache.

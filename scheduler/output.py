@@ -5,6 +5,8 @@ schedule() -> SchedulerOutput -> ModelRunner.execute() -> ModelRunnerOutput -> u
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import compress
+from typing import Final, NamedTuple
 
 from scheduler.sampling_params import SamplingParams
 
@@ -41,22 +43,49 @@ class NewRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """The tokens of one sequence that this step computes: positions [start, start + num_tokens).
+class Chunks:
+    """The tokens that a step computes: a chunk of each of its sequences, in columns of equal length.
 
-    `new_block_ids` are the blocks appended to its table since its last chunk (empty for a NewRow of this step).
-    `is_sampled`: the chunk reaches the last known token, so the next token is drawn from its last logits row.
+        seq_ids      "a"    "b"    "c"
+        starts       40     0      16       the chunk is positions [start, start + num_tokens) of the sequence
+        num_tokens   1      30     16
+        is_sampled   True   True   False    it reaches the last known token, so the next one is drawn from its last
+                                            logits row
+
+    In columns, since nearly all chunks are one token of a decode: with hundreds of sequences, to make an object for
+    each costs more than to decide the step.
     """
 
+    seq_ids: tuple[str, ...] = ()
+    starts: tuple[int, ...] = ()
+    num_tokens: tuple[int, ...] = ()
+    is_sampled: tuple[bool, ...] = ()
+
+    @property
+    def sampled_ids(self) -> list[str]:
+        """The sequences whose next token is drawn, in order."""
+        return list(compress(self.seq_ids, self.is_sampled))
+
+    def part(self, start: int, end: int) -> "Chunks":
+        """Chunks [start, end) of them."""
+        cut = slice(start, end)
+        return Chunks(self.seq_ids[cut], self.starts[cut], self.num_tokens[cut], self.is_sampled[cut])
+
+    def __len__(self) -> int:
+        return len(self.seq_ids)
+
+
+NO_CHUNKS: Final = Chunks()
+
+
+class NewBlocks(NamedTuple):
+    """The blocks to be appended to the row of a sequence, which the runner has already."""
+
     seq_id: str
-    start: int
-    num_tokens: int
-    new_block_ids: tuple[int, ...]
-    is_sampled: bool
+    block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
+class BlockCopy(NamedTuple):
     """Copy block `src` to block `dst`; which tier each lies on is said by the list that holds it."""
 
     src: int
@@ -87,17 +116,18 @@ class TransferResult:
 class SchedulerOutput:
     """One step's work, in the order in which the runner does it.
 
-    1. drop the rows `removed_ids` (finished, aborted or preempted); 2. make `new_rows`; 3. begin the copies:
-    `swap_outs` (device to CPU), `swap_ins` (CPU to device), and do `block_copies` (device to device, copy-on-write);
-    4. compute `chunks`.
+    1. drop the rows `removed_ids` (finished, aborted or preempted); 2. make `new_rows`, and append `new_blocks` to the
+    others; 3. begin the copies: `swap_outs` (device to CPU), `swap_ins` (CPU to device), and do `block_copies` (device
+    to device, copy-on-write); 4. compute `chunks`.
 
     A transfer may end in this step or in any later one. Until its end is reported no chunk touches its blocks on
     either side, but for reading what is shared and full.
     """
 
     step: int
-    chunks: tuple[Chunk, ...] = ()
+    chunks: Chunks = NO_CHUNKS
     new_rows: tuple[NewRow, ...] = ()
+    new_blocks: tuple[NewBlocks, ...] = ()
     removed_ids: tuple[str, ...] = ()
     block_copies: tuple[BlockCopy, ...] = ()
     swap_outs: tuple[Transfer, ...] = ()
@@ -106,7 +136,7 @@ class SchedulerOutput:
     @property
     def num_tokens(self) -> int:
         """Tokens that this step computes."""
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return sum(self.chunks.num_tokens)
 
     @property
     def num_swapped_blocks(self) -> tuple[int, int]:
@@ -153,9 +183,10 @@ class SequenceStats:
     finished_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
+class SequenceOutput(NamedTuple):
     """New tokens of one sequence after a step; `stats` comes with a finish reason and not before.
+
+    A tuple, since a step makes hundreds of them, and a frozen dataclass takes several times as long to make.
 
     `error` is the reason of FinishReason.ERROR; `is_out_of_memory`: the same request may well succeed later.
     `logprob` is that of the new tokens, where its request chooses by it.

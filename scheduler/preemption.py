@@ -2,11 +2,12 @@
 
 from bisect import insort
 from collections.abc import Callable, Iterator
+from itertools import islice
 from math import inf
 
 from scheduler.config import PreemptionMode, SchedulerConfig
 from scheduler.kv_cache_manager import KVCacheManager
-from scheduler.policy import Key
+from scheduler.policy import Key, age_key
 from scheduler.sequence import Sequence, SequenceStatus
 
 
@@ -45,7 +46,7 @@ class RunningQueue:
         index = self._seqs.index(seq)
         del self._seqs[index]
         if index == 0 and self._seqs:
-            heir = min(self._seqs, key=lambda other: (other.arrival_s, other.serial))
+            heir = min(self._seqs, key=age_key)
             self._seqs.remove(heir)
             self._seqs.insert(0, heir)
 
@@ -53,6 +54,18 @@ class RunningQueue:
         """Take out the least protected one, which is never the leader."""
         assert len(self._seqs) > 1, f"the leader {self._seqs} is alone and still lacks blocks"
         return self._seqs.pop()
+
+    def last_first(self) -> Iterator[Sequence]:
+        """All but the leader, the least protected first. Nobody may be added or removed meanwhile."""
+        return islice(reversed(self._seqs), max(0, len(self._seqs) - 1))
+
+    def growing(self) -> list[int]:
+        """The numbers of those whose next chunk is no mere decode (`Sequence.num_decode_slots`)."""
+        return [number for number, seq in enumerate(self._seqs) if seq.num_computed_tokens >= seq.num_decode_slots]
+
+    def part(self, start: int, end: int) -> list[Sequence]:
+        """Numbers [start, end) of them, as far as there are so many."""
+        return self._seqs[start:end]
 
     def __getitem__(self, index: int) -> Sequence:
         return self._seqs[index]

@@ -3,8 +3,10 @@
 from array import array
 from collections.abc import Sequence as Tokens
 from enum import Enum, auto
+from math import inf
 from typing import Final
 
+from scheduler.account import Account
 from scheduler.block_table import BlockTable
 from scheduler.errors import InvalidPromptError
 from scheduler.family import Family
@@ -70,6 +72,7 @@ class Sequence:
 
     __slots__ = (
         "__weakref__",
+        "account",
         "adapter",
         "arrival_s",
         "block_hashes",
@@ -77,6 +80,7 @@ class Sequence:
         "cache_salt",
         "cpu_table",
         "deadline_s",
+        "due_s",
         "family",
         "finish_reason",
         "first_scheduled_s",
@@ -87,8 +91,10 @@ class Sequence:
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_decode_slots",
         "num_passes",
         "num_preemptions",
+        "num_promised_blocks",
         "num_prompt_tokens",
         "num_recomputed_tokens",
         "num_sealed_blocks",
@@ -97,6 +103,7 @@ class Sequence:
         "num_transfers",
         "num_written_blocks",
         "priority",
+        "rank",
         "sampling",
         "sealed_name",
         "seed",
@@ -151,8 +158,17 @@ class Sequence:
         self.num_computed_tokens = 0
         # The most that was ever computed of it: what lies below and is computed again is the price of preemption.
         self.num_tokens_seen = 0
+        # What the order among sequences goes by, smallest first: see `policy`.
+        self.rank: Final = -priority
+        self.due_s: Final = inf if deadline_s is None else deadline_s
+        self.account = Account()
         # Whether the runner has a row for it.
         self.has_row = False
+        # Its tokens up to here are decodes, one a step, of which nothing but the start changes: the prompt is computed,
+        # its row has slots for them, and nobody else may hold the block that they lie in. 0 where that isn't so.
+        self.num_decode_slots = 0
+        # Blocks that it lacks for its known tokens and one block more; right while it runs and is served.
+        self.num_promised_blocks = 0
         self.block_table: Final = BlockTable()
         # The prefix cache's notes: hashes of its full blocks, how many blocks it has sealed, the last one's name.
         self.block_hashes: Final[list[int]] = []
@@ -191,6 +207,11 @@ class Sequence:
     def generated_token_ids(self) -> list[int]:
         """A copy of the tokens after the prompt."""
         return self.token_ids[self.num_prompt_tokens :].tolist()
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has never lost its blocks to others."""
+        return self.num_preemptions == 0
 
     @property
     def is_finished(self) -> bool:

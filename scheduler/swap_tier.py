@@ -252,6 +252,8 @@ def _paired(blocks: list[Block], partners: list[Block]) -> list[Block]:
 
     Free lists hand a sequence's blocks out in any order.
     """
+    if len(partners) == 1:
+        return partners
     ids = [block.block_id for block in partners]
     by_id = sorted(range(len(ids)), key=ids.__getitem__)
     ranks = sorted(range(len(blocks)), key=lambda index: blocks[index].block_id)

@@ -15,6 +15,7 @@ from ops.bench.errors import BenchError
 from ops.bench.machine import machine_facts, warnings_of
 from ops.bench.measure import Measurement, num_blocks_for, say
 from ops.bench.report import check_lines, facts_lines, judge_bars, print_report, summarize
+from ops.bench.scheduler import command as scheduler_command
 from ops.bench.side import SideProcess
 from ops.bench.workload import Lengths, WorkloadShape, draw_lengths
 
@@ -84,7 +85,10 @@ _MEAN = click.FloatRange(min=1)
 _SIGMA = click.FloatRange(min=0, max=3)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True})
+@click.group(
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
+)
 @click.option("--model", default="smollm2", help="Checkpoint folder, GGUF file, or `smollm2`, the demo model.")
 @click.option("--quick", is_flag=True, help="A small run, to see that everything works: its figures mean little.")
 @click.option("--batches", type=BatchList(), default="1,8,32", help="Sequences in flight at once, one run each.")
@@ -112,13 +116,16 @@ _SIGMA = click.FloatRange(min=0, max=3)
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False), help="Write the JSON result to this file as well."
 )
-def command(quick: bool, json_file: str | None, **values: Any) -> int:
+@click.pass_context
+def command(ctx: click.Context, /, quick: bool, json_file: str | None, **values: Any) -> int:
     """Measure the engine and its peers on this machine, on one seeded workload.
 
     Requests have lognormal lengths and greedy replies of exactly the wanted length. Our engine and `transformers` run
     them by turns, each in a process that sleeps while the other runs. Tables go to stdout, and as its last line one
     JSON object with everything. Exit code 1: the first request's tokens are not the peer's.
     """
+    if ctx.invoked_subcommand is not None:
+        return 0
     report = run_bench(_options(QUICK if quick else FULL, is_quick=quick, **values))
     print_report(report)
     line = json.dumps(report)
@@ -126,6 +133,9 @@ def command(quick: bool, json_file: str | None, **values: Any) -> int:
         Path(json_file).write_text(line + "\n")
     print(line)
     return 0 if report["is_token_check_passed"] else 1
+
+
+command.add_command(scheduler_command)
 
 
 def _options(preset: Preset, **values: Any) -> BenchOptions:

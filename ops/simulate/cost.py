@@ -54,9 +54,8 @@ class CostModel:
     def step(self, output: SchedulerOutput, block_size: int) -> StepCost:
         """What a step takes. One that computes nothing and copies nothing is free: only rows are dropped in it."""
         num_tokens = num_read = num_pairs = 0
-        for chunk in output.chunks:
-            num = chunk.num_tokens
-            end = chunk.start + num
+        for start, num in zip(output.chunks.starts, output.chunks.num_tokens, strict=True):
+            end = start + num
             num_tokens += num
             num_read += end
             # Each token attends to itself and to all before it.

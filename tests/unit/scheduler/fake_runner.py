@@ -113,34 +113,40 @@ class FakeRunner:
         for new in output.new_rows:
             assert new.seq_id not in self.rows, f"{new.seq_id} is new, but has a row"
             self.rows[new.seq_id] = Row(fingerprint(self._root_of(new.seq_id), new.token_ids), list(new.block_ids))
+        for new_blocks in output.new_blocks:
+            assert new_blocks.block_ids, f"{new_blocks} brings no blocks"
+            self.rows[new_blocks.seq_id].block_ids += new_blocks.block_ids
         self._begin_copies(output)
         self._copy_on_write(output)
         targets = {copy.dst for copying in self.copying if not copying.is_out for copy in copying.transfer.copies}
         written: set[tuple[int, int]] = set()
         sampled = {}
-        for chunk in output.chunks:
-            row = self.rows[chunk.seq_id]
-            end = chunk.start + chunk.num_tokens
-            assert row.num_computed_tokens in (None, chunk.start), f"{chunk} of {row} leaves a gap"
-            row.block_ids += chunk.new_block_ids
-            assert chunk.num_tokens >= 1
+        chunks = output.chunks
+        for seq_id, start, count, is_sampled in zip(
+            chunks.seq_ids, chunks.starts, chunks.num_tokens, chunks.is_sampled, strict=True
+        ):
+            row = self.rows[seq_id]
+            end = start + count
+            chunk = f"chunk [{start}, {end}) of {seq_id}"
+            assert row.num_computed_tokens in (None, start), f"{chunk} of {row} leaves a gap"
+            assert count >= 1
             assert 0 <= len(row.block_ids) * self.block_size - end < self.block_size, f"{chunk} has {row.block_ids}"
-            for position in range(chunk.start, end):
+            for position in range(start, end):
                 slot = self._slot(row, position)
                 assert slot not in written, f"{slot} is written twice in step {output.step}"
                 assert slot[0] not in targets, f"{slot} is written while a copy into it is on its way"
                 written.add(slot)
                 self._memory[slot] = row.prints[position + 1]
             row.num_computed_tokens = end
-            self.num_tokens += chunk.num_tokens
-            assert chunk.is_sampled == (end == row.num_tokens), f"{chunk} of a row with {row.num_tokens} tokens"
-        for chunk in output.chunks:
-            if chunk.is_sampled and chunk.seq_id not in failing:
-                row = self.rows[chunk.seq_id]
-                self._verify(chunk.seq_id, row)
-                sampled[chunk.seq_id] = draw(row.prints[-1])
-                row.prints.append(hash((row.prints[-1], sampled[chunk.seq_id])))
-        assert len({chunk.seq_id for chunk in output.chunks}) == len(output.chunks), "a sequence has two chunks"
+            self.num_tokens += count
+            assert is_sampled == (end == row.num_tokens), f"{chunk} of a row with {row.num_tokens} tokens"
+        for seq_id in chunks.sampled_ids:
+            if seq_id not in failing:
+                row = self.rows[seq_id]
+                self._verify(seq_id, row)
+                sampled[seq_id] = draw(row.prints[-1])
+                row.prints.append(hash((row.prints[-1], sampled[seq_id])))
+        assert len(set(chunks.seq_ids)) == len(chunks), "a sequence has two chunks"
         return ModelRunnerOutput(sampled, failing, self._end_copies())
 
     def _begin_copies(self, output: SchedulerOutput) -> None:
@@ -267,7 +273,7 @@ class Driver:
     def num_tokens_by_id(self) -> dict[str, int]:
         """What the last step computed, in its order."""
         assert self.last_output is not None
-        return {chunk.seq_id: chunk.num_tokens for chunk in self.last_output.chunks}
+        return dict(zip(self.last_output.chunks.seq_ids, self.last_output.chunks.num_tokens, strict=True))
 
     def num_blocks_by_id(self) -> dict[str, int]:
         """Blocks held now, best protected first."""

@@ -111,7 +111,7 @@ SWAP_EVENTS = {
 SWAP_CACHE_EVENTS = {"copied fewer out", "copied fewer in", "hit in the CPU tier"}
 WRITE_BEHIND_EVENTS = {"written behind", "copied at most one out", "preempted while written behind"}
 # Too rare to be sure of in a short run.
-RARE_EVENTS = {"overdue preempted", "overdue prefilling", "overdue swapping in"}
+RARE_EVENTS = {f"overdue {state}" for state in ("preempted", "prefilling", "swapped", "swapping in", "swapping out")}
 LONG_RUN = 20_000
 
 
@@ -294,7 +294,7 @@ class RandomLife:
             self.events["copied before a write"] += stats.num_copied_blocks - before.num_copied_blocks
             self.events["evicted"] += len(names_before - self.names())
             if output.chunks and rng.random() < 0.02:
-                seq_id = rng.choice(output.chunks).seq_id
+                seq_id = rng.choice(output.chunks.seq_ids)
                 self.abort(seq_id)
                 self.events["aborted in a step"] += 1
 
@@ -319,9 +319,9 @@ class RandomLife:
         events["written behind"] += num_written
         events["takes samples" if scheduler.kv.sampler.is_sampling else "follows all"] += 1
         events["hit in the CPU tier"] += stats.prefix_tier_hit_tokens > before.prefix_tier_hit_tokens
-        num_chunks = {chunk.seq_id for chunk in output.chunks}
+        served_ids = set(output.chunks.seq_ids)
         is_spent = output.num_tokens == scheduler.config.max_num_batched_tokens
-        events["sat out"] += not is_spent and any(seq.seq_id not in num_chunks for seq in scheduler.running)
+        events["sat out"] += not is_spent and any(seq.seq_id not in served_ids for seq in scheduler.running)
         for seq in scheduler.moving.values():
             is_out = seq.status is SequenceStatus.SWAPPING_OUT
             events["preempted while written behind"] += is_out and seq.num_transfers > 1
