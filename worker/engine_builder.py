@@ -35,10 +35,13 @@ CPU_OVERHEAD_BYTES = 600 << 20
 # The CPU tier on CUDA where nothing is said: this much, but no more than this share of the free memory.
 SWAP_DEFAULT_BYTES = 4 << 30
 SWAP_SHARE = 0.25
+# What a step may begin to copy each way: about what the link moves while a decode step reads the weights.
+SWAP_STEP_MIB = {"cuda": 256.0, "cpu": 64.0}
 # Beyond what the largest step was measured to take: pieces between allocations, and copies that overlap it.
 ACTIVATION_MARGIN = 1.2
-# Measuring how fast a prompt is computed may lengthen the start by this much.
-MEASURE_S = 0.03
+# Measuring how fast a prompt is computed may lengthen the start by this much, where there is a swap space. A prompt of
+# a few tokens takes as long as one of many, since either reads all weights: what stops too early finds a low rate.
+MEASURE_S = 0.5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -105,6 +108,7 @@ def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, Engi
     if num_swap_blocks:
         swap_rate = measure_swap(kv_cache)
         prefill_rate = measure_prefill(runner, kv_cache, min(batched_tokens, max_model_len), MEASURE_S)
+    step_mib = SWAP_STEP_MIB[device.type] if config.swap_step_mib is None else config.swap_step_mib
     scheduler = Scheduler(
         SchedulerConfig(
             max_model_len=max_model_len,
@@ -114,7 +118,7 @@ def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, Engi
             preemption_mode=PreemptionMode(config.preemption_mode),
             swap_bytes_per_s=swap_rate,
             prefill_tokens_per_s=prefill_rate,
-            write_behind_blocks=_num_write_behind_blocks(config, block_bytes),
+            write_behind_blocks=_num_blocks_in(config.write_behind_mib, block_bytes),
             scheduling_policy=config.scheduling_policy,
             scheduler_delay_factor=config.scheduler_delay_factor,
             target_itl_ms=config.target_itl_ms,
@@ -125,6 +129,7 @@ def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, Engi
             num_cpu_blocks=num_swap_blocks,
             enable_prefix_caching=config.enable_prefix_caching,
             kv_block_bytes=block_bytes,
+            swap_step_blocks=_num_blocks_in(step_mib, block_bytes),
         ),
     )
     info = EngineInfo(
@@ -231,11 +236,9 @@ def _pick_num_swap_blocks(config: EngineConfig, num_blocks: int, block_bytes: in
     return wanted
 
 
-def _num_write_behind_blocks(config: EngineConfig, block_bytes: int) -> int:
-    """What fits into the budget, but one at least where it isn't 0: blocks are copied whole."""
-    if config.write_behind_mib == 0:
-        return 0
-    return max(1, int(config.write_behind_mib * (1 << 20)) // block_bytes)
+def _num_blocks_in(mib: float, block_bytes: int) -> int:
+    """What fits, but one at least where it isn't 0: blocks are copied whole."""
+    return max(1, int(mib * (1 << 20)) // block_bytes) if mib else 0
 
 
 def _free_cuda_bytes(config: EngineConfig, device: torch.device, activation_bytes: int) -> int:
