@@ -60,8 +60,9 @@ class ModeRuns:
 def command(trace: Path, **values: Any) -> None:
     """Serve a scaled trace in the modes swap, recompute and auto by turns, and say how well auto chooses.
 
-    Requests arrive at the trace's times, with random ids and replies of exactly the scaled length. Ratios are taken
-    within an alternation: above 1, auto is better. Tables go to stdout, and one JSON object as its last line.
+    Requests arrive at the trace's times, with random ids and replies of exactly the scaled length. Auto is compared
+    with the better of the other two, above 1 is better: by processor time within each alternation, and by the fastest
+    run of each, since what else runs only makes one slower. Tables go to stdout, one JSON object as its last line.
     """
     started = time.monotonic()
     chosen = scaled(
@@ -75,9 +76,12 @@ def command(trace: Path, **values: Any) -> None:
     num_blocks = max(round(need * values["pool_share"]), num_blocks_for(lengths, 1, BLOCK_SIZE))
     machine = machine_facts()
     found, engine = _measure(chosen, lengths, num_blocks, need, values)
-    ratios = {name: spread(_ratios(found, name)) for name in ("tokens_per_s", "tokens_per_cpu_s")}
+    by_cpu, by_fastest = spread(cpu_ratios(found)), fastest_ratio(found)
     print_table("Preemption modes", COLUMNS, [_row(each) for each in found])
-    rows = [(name, f"{each.median:.3f}", f"{each.low:.3f} to {each.high:.3f}") for name, each in ratios.items()]
+    rows = [
+        ("tokens/processor s", f"{by_cpu.median:.3f}", f"{by_cpu.low:.3f} to {by_cpu.high:.3f}"),
+        ("tokens/s of the fastest run", f"{by_fastest:.3f}", ""),
+    ]
     print_table("Auto's choice", RATIO_COLUMNS, rows)
     report = {
         "bench": "pagemill modes",
@@ -87,7 +91,7 @@ def command(trace: Path, **values: Any) -> None:
         "need_blocks": need,
         "engine": engine,
         "modes": {each.mode: [asdict(run) for run in each.runs] for each in found},
-        "auto_by_best": {name: asdict(each) for name, each in ratios.items()},
+        "auto_by_best": {"tokens_per_cpu_s": asdict(by_cpu), "fastest_tokens_per_s": by_fastest},
         "took_s": time.monotonic() - started,
     }
     print(json.dumps(report))
@@ -122,19 +126,26 @@ def _measure(
         facts = asdict(info)
     found = {mode: ModeRuns(mode, []) for mode in MODES}
     for number in range(values["alternations"]):
-        for mode, runner in runners.items():
+        first = number % len(MODES)  # nobody is always the last, should the machine get busier
+        for mode in (*MODES[first:], *MODES[:first]):
             requests = make_requests(lengths, vocab_size=facts["vocab_size"], seed=0, salt=f"{number} {mode}")
             gc.collect()
-            run = runner.run(trace, requests)
+            run = runners[mode].run(trace, requests)
             found[mode].runs.append(run)
             say(f"{mode}: {run.wall_s:.1f} s, {run.num_swaps} swapped, {run.num_recomputes} recomputed")
     return list(found.values()), facts
 
 
-def _ratios(found: list[ModeRuns], name: str) -> list[float]:
-    """Of each alternation: auto's by the better of the others', more being better."""
-    swap, recompute, auto = ([getattr(run, name) for run in each.runs] for each in found)
+def cpu_ratios(found: list[ModeRuns]) -> list[float]:
+    """Of each alternation: auto's output tokens per second of processor time by those of the better fixed mode."""
+    swap, recompute, auto = ([run.tokens_per_cpu_s for run in each.runs] for each in found)
     return [mine / max(fixed) for mine, *fixed in zip(auto, swap, recompute, strict=True)]
+
+
+def fastest_ratio(found: list[ModeRuns]) -> float:
+    """Auto's output tokens a second in its fastest run by the better fixed mode's in its own."""
+    swap, recompute, auto = (max(run.tokens_per_s for run in each.runs) for each in found)
+    return auto / max(swap, recompute)
 
 
 def _row(found: ModeRuns) -> tuple[str, ...]:

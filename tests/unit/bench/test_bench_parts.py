@@ -10,7 +10,8 @@ from ops.bench.block_sizes import COLUMNS as SIZE_COLUMNS
 from ops.bench.block_sizes import summary_of
 from ops.bench.cli import main
 from ops.bench.modes import COLUMNS as MODE_COLUMNS
-from ops.bench.modes import MODES
+from ops.bench.modes import MODES, ModeRuns, cpu_ratios, fastest_ratio
+from ops.bench.trace_run import TraceRun
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from tests.unit.bench.made import ours_run
 
@@ -47,8 +48,20 @@ def test_the_modes_serve_the_trace_by_turns_and_auto_is_compared(
             assert mode == "auto" or (each["num_swaps"] > 0) == (mode == "swap")
             assert mode == "auto" or (each["swapped_bytes"] > 0) == (mode == "swap")
             assert each["reply_s"] <= each["wall_s"]
-    assert set(report["auto_by_best"]) == {"tokens_per_s", "tokens_per_cpu_s"}
-    assert report["auto_by_best"]["tokens_per_s"]["median"] > 0
+    assert set(report["auto_by_best"]) == {"fastest_tokens_per_s", "tokens_per_cpu_s"}
+
+
+def test_auto_is_compared_by_processor_time_in_each_alternation_and_by_the_fastest_runs() -> None:
+    def runs(mode: str, *times: tuple[float, float]) -> ModeRuns:
+        return ModeRuns(mode, [TraceRun(wall_s, cpu_s, 100, 1.0, 0.1, 0, 0, 0, 0) for wall_s, cpu_s in times])
+
+    found = [
+        runs("swap", (10.0, 5.0), (8.0, 4.0)),
+        runs("recompute", (20.0, 4.0), (30.0, 8.0)),
+        runs("auto", (16.0, 4.0), (40.0, 5.0)),
+    ]
+    assert cpu_ratios(found) == [1.0, 0.8]
+    assert fastest_ratio(found) == 0.5
 
 
 def test_larger_blocks_fill_less_of_what_they_take(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
