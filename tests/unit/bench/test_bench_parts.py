@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ops.bench.block_sizes import COLUMNS as SIZE_COLUMNS
-from ops.bench.block_sizes import summary_of
+from ops.bench.block_sizes import SizeRun, summary_of
 from ops.bench.cli import main
 from ops.bench.modes import COLUMNS as MODE_COLUMNS
 from ops.bench.modes import MODES, ModeRuns, cpu_ratios, fastest_ratio
@@ -76,10 +76,11 @@ def test_larger_blocks_fill_less_of_what_they_take(folder: Path, capsys: pytest.
 
 def test_a_size_is_compared_with_blocks_of_16_run_by_run() -> None:
     runs = {
-        16: [ours_run(wall_s=2.0), ours_run(wall_s=4.0)],
-        64: [ours_run(wall_s=4.0, kv_use=0.5), ours_run(wall_s=4.0, kv_use=0.7)],
+        16: [SizeRun(ours_run(wall_s=2.0), 2.0), SizeRun(ours_run(wall_s=4.0), 3.0)],
+        64: [SizeRun(ours_run(wall_s=4.0, kv_use=0.5), 4.0), SizeRun(ours_run(wall_s=4.0, kv_use=0.7), 3.0)],
     }
     found = summary_of(64, runs, num_requests=8)
-    assert found["by_reference"] == {"median": 0.75, "low": 0.5, "high": 1.0}
+    assert found["cpu_by_reference"] == {"median": 0.75, "low": 0.5, "high": 1.0}
+    assert found["fastest_by_reference"] == 0.5
     assert (found["kv_use"], found["requests_per_s"]) == (pytest.approx(0.6), 2.0)
-    assert summary_of(64, {64: runs[64]}, num_requests=8)["by_reference"]["median"] == 1.0
+    assert summary_of(64, {64: runs[64]}, num_requests=8)["fastest_by_reference"] == 1.0
