@@ -33,7 +33,9 @@ class KVCacheManager:
         self.swap: SwapTier | None = None
         if config.num_cpu_blocks:
             index = _make_prefix_cache(config, hash_function)
-            self.swap = SwapTier(config.num_cpu_blocks, self.pool, index, config.kv_block_bytes)
+            self.swap = SwapTier(
+                config.num_cpu_blocks, self.pool, index, config.kv_block_bytes, config.swap_step_blocks
+            )
         self.sampler = HitSampler()
         # Copies of this step, (source, target). Each holds its source until the step is built, so that nobody gets it
         # before it is read.
@@ -278,7 +280,7 @@ class KVCacheManager:
         return True
 
     def take_transfers(self) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
-        """The transfers that were begun since the last call: out, in."""
+        """The transfers that this step begins: out, in."""
         return ((), ()) if self.swap is None else self.swap.take_transfers()
 
     def end_transfer(self, result: TransferResult) -> list[Sequence]:

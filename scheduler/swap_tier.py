@@ -3,9 +3,10 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import count
 
 from scheduler.block_pool import Block, BlockPool
+from scheduler.copy_queue import CopyQueue
 from scheduler.output import BlockCopy, Transfer, TransferResult
 from scheduler.prefix_cache import PrefixCache
 from scheduler.sequence import Sequence, SequenceStatus
@@ -42,9 +43,15 @@ class SwapTier:
     Full blocks are entered into `index` under their content, like those of the device, and keep it until they are
     handed out again. A block that lies here already, because a sequence that shares it, or the same one earlier, was
     swapped out, or because it was written behind, is not copied again.
+
+    A step begins to copy at most `step_blocks` blocks each way (0: any number). What is more is cut into transfers of
+    that size, which are flights from the start: their blocks are held while they wait for their step. A sequence's tail
+    leaves first, so that its head, which others are likelier to need, is handed out last.
     """
 
-    def __init__(self, num_blocks: int, device: BlockPool, index: PrefixCache | None, block_bytes: int) -> None:
+    def __init__(
+        self, num_blocks: int, device: BlockPool, index: PrefixCache | None, block_bytes: int, step_blocks: int = 0
+    ) -> None:
         self.index = index
         self.pool = BlockPool(num_blocks, (lambda content: None) if index is None else index.evict)
         self.flights: dict[int, Flight] = {}
@@ -55,8 +62,9 @@ class SwapTier:
         self.num_written_behind_blocks = 0
         self._device = device
         self._block_bytes = block_bytes
-        self._outs: list[Transfer] = []
-        self._ins: list[Transfer] = []
+        self._step_blocks = step_blocks
+        self._outs = CopyQueue(step_blocks)
+        self._ins = CopyQueue(step_blocks)
         # CPU block id -> the transfer that still writes it.
         self._filling: dict[int, int] = {}
         self._ids = count(1)
@@ -70,13 +78,13 @@ class SwapTier:
         return sum([block.ref_cnt == num_refs for block, num_refs in held.items()])
 
     @property
-    def num_begun_blocks(self) -> int:
-        """Blocks whose copies were begun since `take_transfers`."""
-        return sum([len(transfer.copies) for transfer in chain(self._outs, self._ins)])
+    def num_queued_blocks(self) -> int:
+        """Blocks, both ways, that the next `take_transfers` will begin to copy, or a later one."""
+        return self._outs.num_blocks + self._ins.num_blocks
 
     @property
-    def has_begun_all(self) -> bool:
-        """Whether all transfers on their way were begun since `take_transfers`: the link was idle before."""
+    def is_link_idle(self) -> bool:
+        """Whether no copy that was begun is still on its way."""
         return len(self.flights) == len(self._outs) + len(self._ins)
 
     def num_blocks_to_copy(self, seq: Sequence, num_full: int) -> int:
@@ -103,12 +111,10 @@ class SwapTier:
         seq.status = SequenceStatus.SWAPPED
         awaited = {self._filling[block.block_id] for block in kept if block.block_id in self._filling}
         if moving:
-            # The sequence's reference to the device blocks is the flight's from now on.
-            transfer = self._begin(True, moving, seq.cpu_table.tail(len(kept)))
+            # The sequence's reference to the device blocks is the flights' from now on.
+            awaited.update(self._begin(True, moving, seq.cpu_table.tail(len(kept))))
             self.num_out_blocks += len(moving)
             seq.swapped_bytes += len(moving) * self._block_bytes
-            self._outs.append(transfer)
-            awaited.add(transfer.transfer_id)
             self._enter(seq, kept, seq.cpu_table.tail(len(kept))[: num_full - len(kept)])
         for transfer_id in sorted(awaited):
             self._wait(seq, transfer_id, SequenceStatus.SWAPPING_OUT)
@@ -132,7 +138,7 @@ class SwapTier:
         moving = seq.block_table.tail(start)[:count]
         self._device.touch(moving)
         targets = _paired(moving, new)
-        self._outs.append(self._begin(True, moving, targets))
+        self._begin(True, moving, targets)
         self._enter(seq, kept, targets)
         self.num_written_behind_blocks += count
         self.pool.free(reversed(targets))
@@ -160,18 +166,14 @@ class SwapTier:
         targets = _paired(sources, blocks)
         seq.block_table.append(targets)
         self._device.touch(targets)
-        transfer = self._begin(False, targets, sources)
         self.num_in_blocks += len(sources)
         seq.swapped_bytes += len(sources) * self._block_bytes
-        self._ins.append(transfer)
-        self._wait(seq, transfer.transfer_id, SequenceStatus.SWAPPING_IN)
+        for transfer_id in self._begin(False, targets, sources):
+            self._wait(seq, transfer_id, SequenceStatus.SWAPPING_IN)
 
     def take_transfers(self) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
-        """What was begun since the last call: out, in."""
-        outs, ins = tuple(self._outs), tuple(self._ins)
-        self._outs.clear()
-        self._ins.clear()
-        return outs, ins
+        """What this step begins to copy: out, in."""
+        return self._outs.take(), self._ins.take()
 
     def end(self, result: TransferResult) -> list[Sequence]:
         """Let go of both sides; the sequences that wait for nothing more, `is_damaged` where a copy has failed."""
@@ -209,7 +211,13 @@ class SwapTier:
     def _find(self, seq: Sequence, num_full: int) -> list[Block]:
         return self.index.find(seq, num_full) if self.index is not None and seq.use_prefix_cache else []
 
-    def _begin(self, is_out: bool, device: list[Block], cpu: list[Block]) -> Transfer:
+    def _begin(self, is_out: bool, device: list[Block], cpu: list[Block]) -> list[int]:
+        """Queue the copies, cut where they are more than a step may begin, the tail first; ids of the transfers."""
+        size = self._step_blocks or len(device)
+        pieces = [slice(max(0, end - size), end) for end in range(len(device), 0, -size)]
+        return [self._begin_piece(is_out, device[piece], cpu[piece]) for piece in pieces]
+
+    def _begin_piece(self, is_out: bool, device: list[Block], cpu: list[Block]) -> int:
         self.pool.touch(cpu)
         transfer_id = next(self._ids)
         self.flights[transfer_id] = Flight(is_out, device, cpu)
@@ -217,7 +225,9 @@ class SwapTier:
             self._filling.update({block.block_id: transfer_id for block in cpu})
         pairs = zip(device, cpu, strict=True) if is_out else zip(cpu, device, strict=True)
         copies = sorted([(source.block_id, target.block_id) for source, target in pairs])
-        return Transfer(transfer_id, tuple([BlockCopy(src, dst) for src, dst in copies]))
+        transfer = Transfer(transfer_id, tuple([BlockCopy(src, dst) for src, dst in copies]))
+        (self._outs if is_out else self._ins).add(transfer)
+        return transfer_id
 
     def _wait(self, seq: Sequence, transfer_id: int, status: SequenceStatus) -> None:
         self.flights[transfer_id].waiting.append(seq)

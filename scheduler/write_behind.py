@@ -29,15 +29,15 @@ class WriteBehind:
         self._num_steps_left = 0
 
     def begin(self, running: RunningQueue) -> None:
-        """Begin the copies of this step, if nothing of an earlier one is on its way.
+        """Begin the copies of this step, if none that was begun is still on its way.
 
-        What this step swaps comes first, and counts: the budget is what is left of it.
+        What is to be swapped comes first, and counts: the budget is what is left of it.
         """
         kv, swap = self._kv, self._kv.swap
         if swap is None or swap.index is None or self._num_blocks == 0 or len(running) < 2:
             return
-        num_left, num_room = self._num_blocks - swap.num_begun_blocks, swap.pool.num_free
-        if num_left <= 0 or not swap.has_begun_all:
+        num_left, num_room = self._num_blocks - swap.num_queued_blocks, swap.pool.num_free
+        if num_left <= 0 or not swap.is_link_idle:
             return
         block_size = kv.block_size
         num_wanted = self._num_wanted_blocks(running)

@@ -27,7 +27,8 @@ from worker.engine_sizes import (
     check_fits,
     fit_context,
     longest_context,
-    num_write_behind_blocks,
+    num_blocks_in,
+    num_swap_step_blocks,
     pick_num_blocks,
     pick_num_swap_blocks,
     startup_need,
@@ -38,8 +39,9 @@ from worker.startup_memory import Need, is_memory_failure, is_thread_failure, to
 
 ProgressCallback = Callable[[str, int, int], None]
 
-# Measuring how fast a prompt is computed may lengthen the start by this much.
-MEASURE_S = 0.03
+# Measuring how fast a prompt is computed may lengthen the start by this much, where there is a swap space. A prompt of
+# a few tokens takes as long as one of many, since either reads all weights: what stops too early finds a low rate.
+MEASURE_S = 0.5
 # The start waits so long for the KV cache's memory; what is not there by then comes while jobs run already.
 TAKE_PAGES_S = 2.5
 # Compiled kernels lie here in the cache folder.
@@ -145,7 +147,7 @@ def _build(config: EngineConfig, model: _Model, report: ProgressCallback) -> tup
             preemption_mode=PreemptionMode(config.preemption_mode),
             swap_bytes_per_s=swap_rate,
             prefill_tokens_per_s=prefill_rate,
-            write_behind_blocks=num_write_behind_blocks(config, model.block_bytes),
+            write_behind_blocks=num_blocks_in(config.write_behind_mib, model.block_bytes),
             scheduling_policy=config.scheduling_policy,
             scheduler_delay_factor=config.scheduler_delay_factor,
             target_itl_ms=config.target_itl_ms,
@@ -156,6 +158,7 @@ def _build(config: EngineConfig, model: _Model, report: ProgressCallback) -> tup
             num_cpu_blocks=num_swap_blocks,
             enable_prefix_caching=config.enable_prefix_caching,
             kv_block_bytes=model.block_bytes,
+            swap_step_blocks=num_swap_step_blocks(config, model.block_bytes, device),
         ),
     )
     info = EngineInfo(

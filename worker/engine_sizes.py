@@ -25,6 +25,8 @@ CPU_KV_LIMIT_BYTES = 2 << 30
 # The CPU tier on CUDA where nothing is said: this much, but no more than this share of the free memory.
 SWAP_DEFAULT_BYTES = 4 << 30
 SWAP_SHARE = 0.25
+# What a step may begin to copy each way: about what the link moves while a decode step reads the weights.
+SWAP_STEP_MIB = {"cuda": 256.0, "cpu": 64.0}
 # Beyond what the largest step was measured to take: pieces between allocations, and copies that overlap it.
 ACTIVATION_MARGIN = 1.2
 
@@ -133,11 +135,15 @@ def pick_num_swap_blocks(config: EngineConfig, num_blocks: int, block_bytes: int
     return wanted
 
 
-def num_write_behind_blocks(config: EngineConfig, block_bytes: int) -> int:
-    """What fits into the budget, but one at least where it isn't 0: blocks are copied whole."""
-    if config.write_behind_mib == 0:
-        return 0
-    return max(1, int(config.write_behind_mib * (1 << 20)) // block_bytes)
+def num_swap_step_blocks(config: EngineConfig, block_bytes: int, device: torch.device) -> int:
+    """Blocks that one step may begin to copy each way."""
+    step_mib = SWAP_STEP_MIB[device.type] if config.swap_step_mib is None else config.swap_step_mib
+    return num_blocks_in(step_mib, block_bytes)
+
+
+def num_blocks_in(mib: float, block_bytes: int) -> int:
+    """What fits, but one at least where it isn't 0: blocks are copied whole."""
+    return max(1, int(mib * (1 << 20)) // block_bytes) if mib else 0
 
 
 def _free_cuda_bytes(config: EngineConfig, device: torch.device, activation_bytes: int) -> int:

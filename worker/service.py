@@ -397,6 +397,7 @@ def make_engine(settings: Settings, progress: ProgressCallback | None) -> Engine
         num_swap_blocks=settings.num_swap_blocks,
         preemption_mode=settings.preemption_mode,
         write_behind_mib=settings.write_behind_mib,
+        swap_step_mib=settings.swap_step_mib,
         deterministic=settings.deterministic,
         scheduling_policy=settings.scheduling_policy,
         scheduler_delay_factor=settings.scheduler_delay_factor,

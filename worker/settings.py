@@ -150,6 +150,10 @@ class Settings(BaseSettings):
     """Where the KV cache is full: swap a sequence to CPU memory, compute it again later, or what is faster for it."""
     write_behind_mib: float = Field(default=16.0, ge=0, le=65_536)
     """MiB of likely victims that a step may copy to the swap space before they are preempted. 0 turns it off."""
+    swap_step_mib: float | None = Field(
+        default=None, ge=0, le=65_536, json_schema_extra=_shown("256 on CUDA, 64 on the CPU")
+    )
+    """Most MiB that a step begins to copy each way between KV cache and swap space. 0 is no limit."""
     scheduling_policy: Annotated[str, AfterValidator(_policy)] = DEFAULT_POLICY
     """Order of sequences: one or more of fcfs, priority, deadline and fair (tenants), the first weighing most."""
     scheduler_delay_factor: float = Field(default=0, ge=0, le=100)

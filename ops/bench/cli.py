@@ -1,7 +1,9 @@
 """`pagemill bench`: the engine and its peers on one seeded workload, in one run, alternating."""
 
 import contextlib
+import importlib
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,13 +16,15 @@ from model.config import ModelConfig
 from ops.bench.errors import BenchError
 from ops.bench.machine import machine_facts, warnings_of
 from ops.bench.measure import Measurement, num_blocks_for, say
+from ops.bench.parts import CACHE_VARIABLE, cache_folder, checkpoint_path
 from ops.bench.report import check_lines, facts_lines, judge_bars, print_report, summarize
 from ops.bench.scheduler import command as scheduler_command
 from ops.bench.side import SideProcess
 from ops.bench.workload import Lengths, WorkloadShape, draw_lengths
 
 ITEMSIZES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
-CACHE_VARIABLE: Final = "PAGEMILL_CACHE_DIR"
+# Measurements with options of their own, by the first word after `bench`: modules with a `command`.
+PARTS: Final = {"modes": "ops.bench.modes", "block-sizes": "ops.bench.block_sizes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,8 @@ def command(ctx: click.Context, /, quick: bool, json_file: str | None, **values:
     Requests have lognormal lengths and greedy replies of exactly the wanted length. Our engine and `transformers` run
     them by turns, each in a process that sleeps while the other runs. Tables go to stdout, and as its last line one
     JSON object with everything. Exit code 1: the first request's tokens are not the peer's.
+
+    `pagemill bench modes` compares the preemption modes, `pagemill bench block-sizes` the sizes of a block.
     """
     if ctx.invoked_subcommand is not None:
         return 0
@@ -141,14 +147,12 @@ command.add_command(scheduler_command)
 def _options(preset: Preset, **values: Any) -> BenchOptions:
     shape = asdict(preset.shape)
     chosen = {name: shape[name] if values[name] is None else values.pop(name) for name in shape}
-    import platformdirs
-
     return BenchOptions(
         shape=WorkloadShape(**chosen),
         rounds=preset.rounds,
         min_requests=preset.min_requests,
         alternations=values.pop("alternations") or preset.alternations,
-        cache_dir=values.pop("cache_dir") or str(platformdirs.user_cache_path("pagemill")),
+        cache_dir=str(cache_folder(values.pop("cache_dir"))),
         **{name: value for name, value in values.items() if name not in shape},
     )
 
@@ -156,7 +160,7 @@ def _options(preset: Preset, **values: Any) -> BenchOptions:
 def run_bench(options: BenchOptions) -> dict[str, Any]:
     """Everything, measured: the report. Progress goes to stderr. Raises PagemillError with one line."""
     started = time.monotonic()
-    path = _model_path(options)
+    path = checkpoint_path(options.model, Path(options.cache_dir))
     config = _config(path)
     machine = machine_facts()
     for line in warnings_of(machine, []):
@@ -217,17 +221,6 @@ def _tell_the_rest(report: dict[str, Any]) -> None:
     say(f"took {report['took_s']:.0f} s")
 
 
-def _model_path(options: BenchOptions) -> Path:
-    from worker.demo_model import DEMO_MODEL_NAME, ensure_demo_model
-
-    if options.model == DEMO_MODEL_NAME:
-        from ops.progress import progress_reporter
-
-        with progress_reporter() as progress:
-            return ensure_demo_model(Path(options.cache_dir), progress)
-    return Path(options.model)
-
-
 def _config(path: Path) -> ModelConfig:
     from model.errors import ModelError
     from model.loader import load_config
@@ -269,7 +262,12 @@ def _check_fit(lengths: dict[int, list[Lengths]], max_tokens: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run with these words (the process's own where left out); answers the exit code. Raises PagemillError."""
-    words = None if argv is None else list(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words and words[0] in PARTS:
+        importlib.import_module(PARTS[words[0]]).command.main(
+            args=words[1:], prog_name=f"pagemill bench {words[0]}", standalone_mode=False
+        )
+        return 0
     code: int | None = command.main(args=words, prog_name="pagemill bench", standalone_mode=False)
     return code or 0
 

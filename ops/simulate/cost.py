@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from scheduler.output import SchedulerOutput
+from scheduler.output import Chunk, SchedulerOutput
 
 NO_BOUND: Final = "nothing"
 
@@ -72,3 +72,11 @@ class CostModel:
         compute_s = (num_tokens * self.flops_per_token + num_pairs * self.attention_flops) / self.flops_per_s
         copy_s = num_swapped * block_bytes / self.link_bytes_per_s
         return StepCost(read_s, compute_s, copy_s, max(read_s, compute_s, copy_s) + self.overhead_s)
+
+    def rates(self, num_tokens: int) -> tuple[float, float]:
+        """What an engine on this machine measures at its start: bytes swapped, and prompt tokens computed, a second.
+
+        As the engine, it times one prompt, of `num_tokens` tokens, and the link alone.
+        """
+        prompt = SchedulerOutput(0, (Chunk("", 0, num_tokens, (), True),))
+        return self.link_bytes_per_s, num_tokens / self.step(prompt, 1).total_s

@@ -53,6 +53,7 @@ class Params:
     max_delay: int = 0
     mode: PreemptionMode = PreemptionMode.AUTO
     write_behind: int = 0
+    swap_step: int = 0
     is_sampling: bool = False
     policy: str = DEFAULT_POLICY
     delay_factor: float = 0.0
@@ -86,6 +87,10 @@ PARAMS = [
     Params(32, 4, 32, 40, 24, num_cpu_blocks=30, max_delay=3, num_priorities=2, mode=SWAP, write_behind=8),
     Params(48, 2, 24, 20, 28, is_hash_poor=True, num_cpu_blocks=40, max_delay=2, mode=SWAP, write_behind=1),
     Params(32, 4, 16, 24, 20, num_cpu_blocks=16, max_delay=3, write_behind=2, is_sampling=True),
+    # Copies that take several steps to begin.
+    Params(32, 4, 32, 40, 24, num_cpu_blocks=14, max_delay=3, num_priorities=2, mode=SWAP, write_behind=8, swap_step=2),
+    Params(24, 4, 32, 40, 24, is_caching=False, num_cpu_blocks=16, max_delay=2, swap_step=1),
+    Params(64, 2, 24, 20, 28, num_cpu_blocks=40, num_priorities=2, swap_step=3),
     # Each order on its own, and with the waits and limits that only the time of a step brings about.
     Params(64, 2, 24, 20, 28, num_cpu_blocks=28, max_delay=4, policy="fcfs"),
     Params(64, 2, 24, 20, 28, num_cpu_blocks=28, max_delay=4, policy="priority", num_priorities=3),
@@ -109,6 +114,7 @@ SWAP_EVENTS = {
     "overdue swapping out", "overdue swapped", "overdue swapping in",
 }  # fmt: skip
 SWAP_CACHE_EVENTS = {"copied fewer out", "copied fewer in", "hit in the CPU tier"}
+STEP_LIMIT_EVENTS = {"swapped out in pieces", "swapped in in pieces"}
 WRITE_BEHIND_EVENTS = {"written behind", "copied at most one out", "preempted while written behind"}
 # Too rare to be sure of in a short run.
 RARE_EVENTS = {f"overdue {state}" for state in ("preempted", "prefilling", "swapped", "swapping in", "swapping out")}
@@ -150,6 +156,7 @@ class RandomLife:
             params.num_cpu_blocks,
             enable_prefix_caching=params.is_caching,
             kv_block_bytes=params.block_size,
+            swap_step_blocks=params.swap_step,
         )
         kv = KVCacheManager(cache, poor_hash if params.is_hash_poor else chain_hash)
         if params.is_sampling:
@@ -319,11 +326,14 @@ class RandomLife:
         events["written behind"] += num_written
         events["takes samples" if scheduler.kv.sampler.is_sampling else "follows all"] += 1
         events["hit in the CPU tier"] += stats.prefix_tier_hit_tokens > before.prefix_tier_hit_tokens
+        if self.params.swap_step:
+            assert max(output.num_swapped_blocks) <= self.params.swap_step
         served_ids = set(output.chunks.seq_ids)
         is_spent = output.num_tokens == scheduler.config.max_num_batched_tokens
         events["sat out"] += not is_spent and any(seq.seq_id not in served_ids for seq in scheduler.running)
         for seq in scheduler.moving.values():
             is_out = seq.status is SequenceStatus.SWAPPING_OUT
+            events[f"swapped {'out' if is_out else 'in'} in pieces"] += seq.num_transfers > 1
             events["preempted while written behind"] += is_out and seq.num_transfers > 1
             moved = [transfer for transfer in (*output.swap_outs, *output.swap_ins) if self.waits(seq, transfer)]
             for transfer in moved:
@@ -373,6 +383,8 @@ def live(params: Params, seed: int, num_steps: int) -> None:
             wanted |= SWAP_EVENTS | (SWAP_CACHE_EVENTS if params.is_caching and not params.is_hash_poor else set())
         if params.is_sampling:
             wanted |= {"takes samples", "follows all"}
+        if params.swap_step:
+            wanted |= STEP_LIMIT_EVENTS
         if params.write_behind:
             wanted |= WRITE_BEHIND_EVENTS
         if num_steps < LONG_RUN:
@@ -384,7 +396,7 @@ def live(params: Params, seed: int, num_steps: int) -> None:
         raise
 
 
-@pytest.mark.parametrize("index", [0, 3, 6, 7, 14, 15, 17, 18, 20, 21, 25, 26])
+@pytest.mark.parametrize("index", [0, 3, 6, 7, 14, 15, 17, 20, 21, 22, 24, 28, 29])
 def test_a_random_life_keeps_every_invariant_and_every_token(index: int) -> None:
     live(PARAMS[index], random.randrange(10**6), num_steps=4_000)
 
