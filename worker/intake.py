@@ -234,13 +234,18 @@ def check_deterministic(request: GenerateRequest, info: EngineInfo) -> None:
 
 
 def check_fits(request: GenerateRequest, prompt_ids: tuple[int, ...], info: EngineInfo) -> int:
-    """The most tokens that this job may generate. Raises JobError where prompt and max_tokens can't fit."""
+    """The most tokens that this job may generate.
+
+    Raises JobError where prompt and max_tokens can't fit, or where an id is none of the model's.
+    """
     if not prompt_ids:
         raise JobError(ErrorCode.BAD_REQUEST, "the prompt has no tokens: send at least one character")
-    if (largest := max(prompt_ids)) >= info.vocab_size:
-        raise JobError(
-            ErrorCode.BAD_REQUEST, f"tokens holds {largest}: the model's token ids run from 0 to {info.vocab_size - 1}"
-        )
+    for field, token_ids in (("tokens", prompt_ids), ("stop_token_ids", request.sampling.stop_token_ids)):
+        if (largest := max(token_ids, default=0)) >= info.vocab_size:
+            last = info.vocab_size - 1
+            raise JobError(
+                ErrorCode.BAD_REQUEST, f"{field} holds {largest}: the model's token ids run from 0 to {last}"
+            )
     limit, num_prompt, max_tokens = info.max_sequence_tokens, len(prompt_ids), request.sampling.max_tokens
     if num_prompt + (max_tokens or 1) > limit:
         details = {"prompt_tokens": num_prompt, "max_tokens": max_tokens, "limit": limit}

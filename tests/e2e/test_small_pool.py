@@ -49,8 +49,8 @@ def metric(worker: WorkerProcess, name: str) -> float:
 def expect_nothing_left(worker: WorkerProcess, queue: Queue) -> None:
     """The queue is settled, and both tiers have their blocks back."""
     queue.assert_settled()
-    for name in ('pagemill_kv_blocks{state="used"}', 'pagemill_swap_blocks{state="used"}'):
-        eventually(lambda name=name: metric(worker, name) == 0, f"{name} to be 0")
+    names = ('pagemill_kv_blocks{state="used"}', 'pagemill_swap_blocks{state="used"}')
+    eventually(lambda: [metric(worker, name) for name in names] == [0, 0], "all blocks of both tiers to be free")
 
 
 class Pair:

@@ -1,6 +1,7 @@
 """Long random lives of the real scheduler, with all invariants after every call and every token checked."""
 
 import random
+import sys
 from collections import Counter
 from dataclasses import dataclass
 
@@ -62,6 +63,28 @@ class Params:
     def max_num_tokens(self) -> int:
         return min(120, self.num_blocks * self.block_size)
 
+    @property
+    def wanted(self) -> set[str]:
+        """What must have happened in a run, or it has shown nothing."""
+        events = set(EVENTS)
+        if self.budget < self.num_blocks * self.block_size:
+            # Else every step computes all that is known of whoever runs.
+            events |= HALF_COMPUTED_EVENTS
+        if self.block_size > 1:
+            # Else every block is full, and nobody writes to one that others hold too.
+            events.add("copied before a write")
+        if self.is_caching:
+            events |= CACHE_EVENTS
+        if self.num_cpu_blocks:
+            events |= SWAP_EVENTS
+            if self.is_caching and not self.is_hash_poor:
+                events |= SWAP_CACHE_EVENTS
+        if self.is_sampling:
+            events |= {"takes samples", "follows all"}
+        if self.write_behind:
+            events |= WRITE_BEHIND_EVENTS
+        return events
+
 
 PARAMS = [
     Params(num_blocks=8, block_size=4, max_num_seqs=8, budget=16, load=6),
@@ -95,16 +118,16 @@ PARAMS = [
     Params(64, 2, 24, 20, 28, num_cpu_blocks=28, max_delay=4, target_itl_ms=800, delay_factor=0.5),
 ]
 
-# What must have happened in a run, or it has shown nothing.
 EVENTS = {
-    "preempted", "aborted fresh", "aborted preempted", "aborted prefilling", "aborted decoding", "aborted in a step",
+    "preempted by recompute", "aborted fresh", "aborted preempted", "aborted decoding", "aborted in a step",
     "ended by eos", "ended by stop", "ended by length", "ended by error", "resumed", "ended on arrival",
-    "ended by deadline", "overdue fresh", "overdue prefilling", "overdue decoding", "overdue preempted",
-    "forked", "copied before a write",
+    "ended by deadline", "overdue fresh", "overdue decoding", "overdue preempted", "forked",
 }  # fmt: skip
+# Of a prompt of which a part is computed, between two steps.
+HALF_COMPUTED_EVENTS = {"aborted prefilling", "overdue prefilling"}
 CACHE_EVENTS = {"hit", "evicted"}
 SWAP_EVENTS = {
-    "swapped", "swapped out", "swapped in", "CPU tier full", "damaged", "no memory",
+    "preempted by swap", "swapped out", "swapped in", "CPU tier full", "damaged", "no memory",
     "aborted swapping out", "aborted swapped", "aborted swapping in", "sat out",
     "overdue swapping out", "overdue swapped", "overdue swapping in",
 }  # fmt: skip
@@ -254,8 +277,10 @@ class RandomLife:
             return seq.status.name.lower().replace("_", " ")
         return "preempted" if seq.num_preemptions else "fresh"
 
-    def abort(self, seq_id: str) -> None:
-        self.events[f"aborted {self.state(self.alive.pop(seq_id))}"] += 1
+    def abort(self, seq_id: str, *, is_in_step: bool = False) -> None:
+        """Between two steps, or while one computes it."""
+        state = self.state(self.alive.pop(seq_id))
+        self.events["aborted in a step" if is_in_step else f"aborted {state}"] += 1
         assert self.driver.scheduler.abort(seq_id)
         assert not self.driver.scheduler.abort(seq_id)
         self.aborted.add(seq_id)
@@ -287,7 +312,7 @@ class RandomLife:
 
         def between(output: SchedulerOutput) -> None:
             stats = scheduler.stats()
-            self.events["preempted"] += stats.num_preemptions_recompute - before.num_preemptions_recompute
+            self.events["preempted by recompute"] += stats.num_preemptions_recompute - before.num_preemptions_recompute
             self.count_swaps(output, before)
             self.events["hit"] += stats.prefix_hit_tokens > before.prefix_hit_tokens
             self.events["forked"] += stats.num_forks - before.num_forks
@@ -295,8 +320,7 @@ class RandomLife:
             self.events["evicted"] += len(names_before - self.names())
             if output.chunks and rng.random() < 0.02:
                 seq_id = rng.choice(output.chunks).seq_id
-                self.abort(seq_id)
-                self.events["aborted in a step"] += 1
+                self.abort(seq_id, is_in_step=True)
 
         outputs = self.driver.step(failing, between)
         for seq_output in outputs:
@@ -312,7 +336,7 @@ class RandomLife:
         """What the swap tier did in a step that is scheduled, but not updated."""
         scheduler, events = self.driver.scheduler, self.events
         stats = scheduler.stats()
-        events["swapped"] += stats.num_preemptions_swap - before.num_preemptions_swap
+        events["preempted by swap"] += stats.num_preemptions_swap - before.num_preemptions_swap
         events["CPU tier full"] += stats.num_full_tier_recomputes - before.num_full_tier_recomputes
         num_written = stats.num_written_behind_blocks - before.num_written_behind_blocks
         assert num_written <= self.params.write_behind
@@ -363,25 +387,19 @@ class RandomLife:
         assert stats.num_damaged_blocks == driver.runner.num_failed["damaged"]
 
 
-def live(params: Params, seed: int, num_steps: int) -> None:
-    """Run, and let any failure tell how to see it again."""
+def live(params: Params, seed: int, num_steps: int) -> str:
+    """Run, and let any failure tell how to see it again; how often each event came, with the seed."""
     life = RandomLife(params, seed)
     try:
         life.run(num_steps)
-        wanted = EVENTS | (CACHE_EVENTS if params.is_caching else set())
-        if params.num_cpu_blocks:
-            wanted |= SWAP_EVENTS | (SWAP_CACHE_EVENTS if params.is_caching and not params.is_hash_poor else set())
-        if params.is_sampling:
-            wanted |= {"takes samples", "follows all"}
-        if params.write_behind:
-            wanted |= WRITE_BEHIND_EVENTS
-        if num_steps < LONG_RUN:
-            wanted -= RARE_EVENTS
+        wanted = params.wanted - (RARE_EVENTS if num_steps < LONG_RUN else set())
         missing = {event for event in wanted if not life.events[event]}
         assert not missing, f"{missing} never came: this run has not seen it all: {dict(life.events)}"
     except AssertionError as error:
         error.add_note(f"RandomLife({params}, seed={seed}).run({num_steps}) at step {life.driver.now:.0f}")
         raise
+    counts = ", ".join(f"{event} {life.events[event]:,}" for event in sorted(params.wanted))
+    return f"seed {seed}, {num_steps:,} steps: {counts}"
 
 
 @pytest.mark.parametrize("index", [0, 3, 6, 7, 14, 15, 17, 18, 20, 21, 25, 26])
@@ -392,5 +410,9 @@ def test_a_random_life_keeps_every_invariant_and_every_token(index: int) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(1_200)
 @pytest.mark.parametrize("index", range(len(PARAMS)))
-def test_a_long_random_life_keeps_every_invariant_and_every_token(index: int) -> None:
-    live(PARAMS[index], random.randrange(10**6), num_steps=LONG_RUN)
+def test_a_long_random_life_keeps_every_invariant_and_every_token(
+    index: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = live(PARAMS[index], random.randrange(10**6), num_steps=LONG_RUN)
+    with capsys.disabled():
+        sys.stdout.write(f"\nlife {index}, {counts}\n")
