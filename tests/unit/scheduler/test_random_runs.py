@@ -121,7 +121,7 @@ PARAMS = [
 EVENTS = {
     "preempted by recompute", "aborted fresh", "aborted preempted", "aborted decoding", "aborted in a step",
     "ended by eos", "ended by stop", "ended by length", "ended by error", "resumed", "ended on arrival",
-    "ended by deadline", "overdue fresh", "overdue decoding", "overdue preempted", "forked",
+    "ended by deadline", "overdue fresh", "overdue decoding", "overdue preempted", "forked", "told to give way",
 }  # fmt: skip
 # Of a prompt of which a part is computed, between two steps.
 HALF_COMPUTED_EVENTS = {"aborted prefilling", "overdue prefilling"}
@@ -192,6 +192,8 @@ class RandomLife:
             if states and (self.rng.random() < 0.08 or self.is_wanted(f"aborted {rarest}")):
                 state = self.rng.choice([rarest, self.rng.choice(states)])
                 self.abort(self.rng.choice([name for name, seq in self.alive.items() if self.state(seq) == state]))
+            if self.rng.random() < 0.02:
+                self.have_one_give_way()
             self.pass_a_deadline()
             self.step()
         while self.driver.scheduler.has_work:
@@ -284,6 +286,12 @@ class RandomLife:
         assert self.driver.scheduler.abort(seq_id)
         assert not self.driver.scheduler.abort(seq_id)
         self.aborted.add(seq_id)
+
+    def have_one_give_way(self) -> None:
+        """Preempt somebody for whom nobody lacks a block: those with a deadline are rarely victims otherwise."""
+        running = [seq.seq_id for seq in self.driver.scheduler.running if seq.deadline_s is not None]
+        if running:
+            self.events["told to give way"] += self.driver.scheduler.preempt(self.rng.choice(running))
 
     def is_wanted(self, event: str) -> bool:
         """Whether something that could happen now should: yes as long as it is rare, then sometimes."""
