@@ -93,6 +93,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         super().__init__()
         self.seqs: list[Sequence] = []
         self.away: list[Sequence] = []
+        self.sent_away: list[tuple[list[int], str]] = []
         self.transfers: list[tuple[bool, Transfer]] = []
         self.written: dict[tuple[int, int], tuple[Any, ...] | None] = {}
         self.cpu_written: dict[tuple[int, int], tuple[Any, ...] | None] = {}
@@ -116,9 +117,12 @@ class KVCacheMachine(RuleBasedStateMachine):
             assert self.written[self.slot(seq, position)] == self.prefix(seq, position), "a hit on another prefix"
         self.compute(seq, len(tokens) - seq.num_computed_tokens)
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=BLOCK_SIZE + 1, max_size=12), tenant=st.sampled_from(["", "t"]))
-    def begin_in_the_cpu_tier(self, tokens: list[int], tenant: str) -> None:
-        """Admit a sequence whose beginning lies there, if that is so."""
+    @precondition(lambda self: self.sent_away)
+    @rule(data=st.data(), num_kept=st.integers(BLOCK_SIZE, 12))
+    def begin_in_the_cpu_tier(self, data: st.DataObject, num_kept: int) -> None:
+        """Admit a sequence that begins as one that was sent there, if more of that lies there than on the device."""
+        known, tenant = data.draw(st.sampled_from(self.sent_away))
+        tokens = [*known[:num_kept], 0]
         seq = make(f"s{self.num_started + 1}", tokens, tenant)
         hit = self.kv.find_prefix(seq)
         num_needed = self.kv.num_blocks_for(len(tokens)) - len(hit) + sum(block.ref_cnt == 0 for block in hit)
@@ -139,6 +143,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         num_full = min(seq.num_computed_tokens // BLOCK_SIZE, self.kv.swap.pool.num_free)
         if num_full > seq.num_written_blocks:
             assert self.kv.swap.write_behind(seq, num_full, num_blocks) <= num_blocks
+            self.sent_away.append((seq.token_ids.tolist(), seq.tenant))
             self.take_transfers()
 
     @precondition(lambda self: self.seqs)
@@ -203,6 +208,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             return
         self.seqs.remove(seq)
         self.away.append(seq)
+        self.sent_away.append((seq.token_ids.tolist(), seq.tenant))
         seq.num_preemptions += 1
         self.take_transfers()
 

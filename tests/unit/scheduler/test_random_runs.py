@@ -106,7 +106,7 @@ PARAMS = [
     Params(32, 4, 32, 20, 20, is_hash_poor=True, num_cpu_blocks=24, max_delay=9, num_priorities=2, mode=SWAP),
     Params(64, 2, 24, 20, 28, num_cpu_blocks=40, max_delay=4, num_priorities=2),
     Params(16, 4, 16, 24, 16, num_cpu_blocks=12, max_delay=6, write_behind=2),
-    Params(32, 4, 32, 40, 24, num_cpu_blocks=30, max_delay=3, num_priorities=2, mode=SWAP, write_behind=8),
+    Params(32, 4, 32, 40, 24, num_cpu_blocks=24, max_delay=3, num_priorities=2, mode=SWAP, write_behind=8),
     Params(48, 2, 24, 20, 28, is_hash_poor=True, num_cpu_blocks=40, max_delay=2, mode=SWAP, write_behind=1),
     Params(32, 4, 16, 24, 20, num_cpu_blocks=16, max_delay=3, write_behind=2, is_sampling=True),
     # Each order on its own, and with the waits and limits that only the time of a step brings about.
