@@ -22,7 +22,8 @@ class KVCacheManager:
 
     `swap` is the CPU tier, None where there is none: a second BlockPool with a PrefixCache of its own.
 
-    A block that others hold too is only read. Who is about to write to one gets a copy in its place first.
+    A block that others hold too, or that is found by its content, is only read. Who is about to write to one gets a
+    copy in its place first.
     """
 
     def __init__(self, config: CacheConfig, hash_function: HashFunction = chain_hash) -> None:
@@ -139,9 +140,12 @@ class KVCacheManager:
         self.num_forks += 1
 
     def must_copy(self, seq: Sequence) -> bool:
-        """Whether the next token of `seq` is written to a block that others hold too."""
+        """Whether the next token of `seq` is written to a block that is not its own alone.
+
+        Others hold it too; or they did, and the prefix cache still knows it by what they had written.
+        """
         index, blocks = seq.num_computed_tokens // self.block_size, seq.block_table.blocks
-        return index < len(blocks) and blocks[index].ref_cnt > 1
+        return index < len(blocks) and (blocks[index].ref_cnt > 1 or blocks[index].content is not None)
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """The copies on the device that chunks since the last call need before they are computed."""

@@ -242,7 +242,10 @@ def check_deterministic(request: GenerateRequest, info: EngineInfo) -> None:
 
 
 def check_fits(request: GenerateRequest, prompt_ids: tuple[int, ...], info: EngineInfo) -> int:
-    """The most tokens that this job may generate. Raises JobError where prompt and max_tokens can't fit."""
+    """The most tokens that this job may generate.
+
+    Raises JobError where prompt and max_tokens can't fit, or where an id is none of the model's.
+    """
     if not prompt_ids:
         raise JobError(ErrorCode.BAD_REQUEST, "the prompt has no tokens: send at least one character")
     check_token_ids("tokens", prompt_ids, info)

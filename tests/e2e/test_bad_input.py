@@ -49,7 +49,16 @@ BAD_JOBS: dict[str, tuple[list[Any], str]] = {
     "top_p of 0": (["prompt", "a", "top_p", 0], "bad_request"),
     "huge seed": (["prompt", "a", "seed", 2**70], "bad_request"),
     "stop id that is negative": (["prompt", "a", "stop_token_ids", "[-5]"], "bad_request"),
-    "stop id beyond the vocabulary": (["prompt", "a", "stop_token_ids", "[5, 99999999]"], "bad_request"),
+    "stop id beyond the vocabulary": (["prompt", "a", "stop_token_ids", "[5, 191222]"], "bad_request"),
+    "bias of an id beyond the vocabulary": (["prompt", "a", "logit_bias", '{"191222": 5}'], "bad_request"),
+    "schema that names itself": (
+        ["prompt", "a", "response_format", '{"type": "json_schema", "json_schema": {"$ref": "#"}}'],
+        "bad_request",
+    ),
+    "pattern that does not parse": (
+        ["prompt", "a", "response_format", '{"type": "regex", "regex": "(["}'],
+        "bad_request",
+    ),
     "empty stop string": (["prompt", "a", "stop", '[""]'], "bad_request"),
     "not supported yet": (["prompt", "a", "beam_width", 4], "bad_request"),
     "best_of with streaming": (["prompt", "a", "best_of", 4], "bad_request"),

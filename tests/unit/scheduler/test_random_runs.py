@@ -1,6 +1,7 @@
 """Long random lives of the real scheduler, with all invariants after every call and every token checked."""
 
 import random
+import sys
 from collections import Counter
 from dataclasses import dataclass
 
@@ -63,6 +64,30 @@ class Params:
     def max_num_tokens(self) -> int:
         return min(120, self.num_blocks * self.block_size)
 
+    @property
+    def wanted(self) -> set[str]:
+        """What must have happened in a run, or it has shown nothing."""
+        events = set(EVENTS)
+        if self.budget < self.num_blocks * self.block_size:
+            # Else every step computes all that is known of whoever runs.
+            events |= HALF_COMPUTED_EVENTS
+        if self.block_size > 1:
+            # Else every block is full, and nobody writes to one that others hold too.
+            events.add("copied before a write")
+        if self.is_caching:
+            events |= CACHE_EVENTS
+        if self.num_cpu_blocks:
+            events |= SWAP_EVENTS
+            if self.is_caching and not self.is_hash_poor:
+                events |= SWAP_CACHE_EVENTS
+        if self.is_sampling:
+            events |= {"takes samples", "follows all"}
+        if self.write_behind:
+            events |= WRITE_BEHIND_EVENTS
+        if self.swap_step:
+            events |= STEP_LIMIT_EVENTS
+        return events
+
 
 PARAMS = [
     Params(num_blocks=8, block_size=4, max_num_seqs=8, budget=16, load=6),
@@ -84,7 +109,7 @@ PARAMS = [
     Params(32, 4, 32, 20, 20, is_hash_poor=True, num_cpu_blocks=24, max_delay=9, num_priorities=2, mode=SWAP),
     Params(64, 2, 24, 20, 28, num_cpu_blocks=40, max_delay=4, num_priorities=2),
     Params(16, 4, 16, 24, 16, num_cpu_blocks=12, max_delay=6, write_behind=2),
-    Params(32, 4, 32, 40, 24, num_cpu_blocks=30, max_delay=3, num_priorities=2, mode=SWAP, write_behind=8),
+    Params(32, 4, 32, 40, 24, num_cpu_blocks=24, max_delay=3, num_priorities=2, mode=SWAP, write_behind=8),
     Params(48, 2, 24, 20, 28, is_hash_poor=True, num_cpu_blocks=40, max_delay=2, mode=SWAP, write_behind=1),
     Params(32, 4, 16, 24, 20, num_cpu_blocks=16, max_delay=3, write_behind=2, is_sampling=True),
     # Copies that take several steps to begin.
@@ -100,16 +125,16 @@ PARAMS = [
     Params(64, 2, 24, 20, 28, num_cpu_blocks=28, max_delay=4, target_itl_ms=800, delay_factor=0.5),
 ]
 
-# What must have happened in a run, or it has shown nothing.
 EVENTS = {
-    "preempted", "aborted fresh", "aborted preempted", "aborted prefilling", "aborted decoding", "aborted in a step",
+    "preempted by recompute", "aborted fresh", "aborted preempted", "aborted decoding", "aborted in a step",
     "ended by eos", "ended by stop", "ended by length", "ended by error", "resumed", "ended on arrival",
-    "ended by deadline", "overdue fresh", "overdue prefilling", "overdue decoding", "overdue preempted",
-    "forked", "copied before a write",
+    "ended by deadline", "overdue fresh", "overdue decoding", "overdue preempted", "forked", "told to give way",
 }  # fmt: skip
+# Of a prompt of which a part is computed, between two steps.
+HALF_COMPUTED_EVENTS = {"aborted prefilling", "overdue prefilling"}
 CACHE_EVENTS = {"hit", "evicted"}
 SWAP_EVENTS = {
-    "swapped", "swapped out", "swapped in", "CPU tier full", "damaged", "no memory",
+    "preempted by swap", "swapped out", "swapped in", "CPU tier full", "damaged", "no memory",
     "aborted swapping out", "aborted swapped", "aborted swapping in", "sat out",
     "overdue swapping out", "overdue swapped", "overdue swapping in",
 }  # fmt: skip
@@ -176,6 +201,8 @@ class RandomLife:
             if states and (self.rng.random() < 0.08 or self.is_wanted(f"aborted {rarest}")):
                 state = self.rng.choice([rarest, self.rng.choice(states)])
                 self.abort(self.rng.choice([name for name, seq in self.alive.items() if self.state(seq) == state]))
+            if self.rng.random() < 0.02:
+                self.have_one_give_way()
             self.pass_a_deadline()
             self.step()
         while self.driver.scheduler.has_work:
@@ -261,11 +288,19 @@ class RandomLife:
             return seq.status.name.lower().replace("_", " ")
         return "preempted" if seq.num_preemptions else "fresh"
 
-    def abort(self, seq_id: str) -> None:
-        self.events[f"aborted {self.state(self.alive.pop(seq_id))}"] += 1
+    def abort(self, seq_id: str, *, is_in_step: bool = False) -> None:
+        """Between two steps, or while one computes it."""
+        state = self.state(self.alive.pop(seq_id))
+        self.events["aborted in a step" if is_in_step else f"aborted {state}"] += 1
         assert self.driver.scheduler.abort(seq_id)
         assert not self.driver.scheduler.abort(seq_id)
         self.aborted.add(seq_id)
+
+    def have_one_give_way(self) -> None:
+        """Preempt somebody for whom nobody lacks a block: those with a deadline are rarely victims otherwise."""
+        running = [seq.seq_id for seq in self.driver.scheduler.running if seq.deadline_s is not None]
+        if running:
+            self.events["told to give way"] += self.driver.scheduler.preempt(self.rng.choice(running))
 
     def is_wanted(self, event: str) -> bool:
         """Whether something that could happen now should: yes as long as it is rare, then sometimes."""
@@ -294,16 +329,14 @@ class RandomLife:
 
         def between(output: SchedulerOutput) -> None:
             stats = scheduler.stats()
-            self.events["preempted"] += stats.num_preemptions_recompute - before.num_preemptions_recompute
+            self.events["preempted by recompute"] += stats.num_preemptions_recompute - before.num_preemptions_recompute
             self.count_swaps(output, before)
             self.events["hit"] += stats.prefix_hit_tokens > before.prefix_hit_tokens
             self.events["forked"] += stats.num_forks - before.num_forks
             self.events["copied before a write"] += stats.num_copied_blocks - before.num_copied_blocks
             self.events["evicted"] += len(names_before - self.names())
             if output.chunks and rng.random() < 0.02:
-                seq_id = rng.choice(output.chunks.seq_ids)
-                self.abort(seq_id)
-                self.events["aborted in a step"] += 1
+                self.abort(rng.choice(output.chunks.seq_ids), is_in_step=True)
 
         outputs = self.driver.step(failing, between)
         for seq_output in outputs:
@@ -319,7 +352,7 @@ class RandomLife:
         """What the swap tier did in a step that is scheduled, but not updated."""
         scheduler, events = self.driver.scheduler, self.events
         stats = scheduler.stats()
-        events["swapped"] += stats.num_preemptions_swap - before.num_preemptions_swap
+        events["preempted by swap"] += stats.num_preemptions_swap - before.num_preemptions_swap
         events["CPU tier full"] += stats.num_full_tier_recomputes - before.num_full_tier_recomputes
         num_written = stats.num_written_behind_blocks - before.num_written_behind_blocks
         assert num_written <= self.params.write_behind
@@ -373,27 +406,19 @@ class RandomLife:
         assert stats.num_damaged_blocks == driver.runner.num_failed["damaged"]
 
 
-def live(params: Params, seed: int, num_steps: int) -> None:
-    """Run, and let any failure tell how to see it again."""
+def live(params: Params, seed: int, num_steps: int) -> str:
+    """Run, and let any failure tell how to see it again; how often each event came, with the seed."""
     life = RandomLife(params, seed)
     try:
         life.run(num_steps)
-        wanted = EVENTS | (CACHE_EVENTS if params.is_caching else set())
-        if params.num_cpu_blocks:
-            wanted |= SWAP_EVENTS | (SWAP_CACHE_EVENTS if params.is_caching and not params.is_hash_poor else set())
-        if params.is_sampling:
-            wanted |= {"takes samples", "follows all"}
-        if params.swap_step:
-            wanted |= STEP_LIMIT_EVENTS
-        if params.write_behind:
-            wanted |= WRITE_BEHIND_EVENTS
-        if num_steps < LONG_RUN:
-            wanted -= RARE_EVENTS
+        wanted = params.wanted - (RARE_EVENTS if num_steps < LONG_RUN else set())
         missing = {event for event in wanted if not life.events[event]}
         assert not missing, f"{missing} never came: this run has not seen it all: {dict(life.events)}"
     except AssertionError as error:
         error.add_note(f"RandomLife({params}, seed={seed}).run({num_steps}) at step {life.driver.now:.0f}")
         raise
+    counts = ", ".join(f"{event} {life.events[event]:,}" for event in sorted(params.wanted))
+    return f"seed {seed}, {num_steps:,} steps: {counts}"
 
 
 @pytest.mark.parametrize("index", [0, 3, 6, 7, 14, 15, 17, 20, 21, 22, 24, 28, 29])
@@ -404,5 +429,9 @@ def test_a_random_life_keeps_every_invariant_and_every_token(index: int) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(1_200)
 @pytest.mark.parametrize("index", range(len(PARAMS)))
-def test_a_long_random_life_keeps_every_invariant_and_every_token(index: int) -> None:
-    live(PARAMS[index], random.randrange(10**6), num_steps=LONG_RUN)
+def test_a_long_random_life_keeps_every_invariant_and_every_token(
+    index: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = live(PARAMS[index], random.randrange(10**6), num_steps=LONG_RUN)
+    with capsys.disabled():
+        sys.stdout.write(f"\nlife {index}, {counts}\n")
