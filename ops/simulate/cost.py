@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from scheduler.output import Chunk, SchedulerOutput
+from scheduler.output import Chunks, SchedulerOutput
 
 NO_BOUND: Final = "nothing"
 
@@ -78,5 +78,5 @@ class CostModel:
 
         As the engine, it times one prompt, of `num_tokens` tokens, and the link alone.
         """
-        prompt = SchedulerOutput(0, (Chunk("", 0, num_tokens, (), True),))
+        prompt = SchedulerOutput(0, Chunks(("",), (0,), (num_tokens,), (True,)))
         return self.link_bytes_per_s, num_tokens / self.step(prompt, 1).total_s
