@@ -29,7 +29,7 @@ class NewRow:
     """A sequence that enters the runner's input batch: new, or back after a preemption.
 
     `token_ids` are all known tokens (prompt and generated so far); `block_ids` all its physical blocks in
-    logical order, those for this step's chunk included.
+    logical order, those for this step's chunk included. `num_candidates` are wanted of a beam, 0 of others.
     """
 
     seq_id: str
@@ -38,6 +38,7 @@ class NewRow:
     sampling: SamplingParams
     seed: int
     block_ids: tuple[int, ...]
+    num_candidates: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,15 @@ class Chunk:
     num_tokens: int
     new_block_ids: tuple[int, ...]
     is_sampled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RowToken:
+    """The token at `position` of a row is `token_id`, whatever was drawn: the scheduler has chosen it, for a beam."""
+
+    seq_id: str
+    position: int
+    token_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +97,8 @@ class TransferResult:
 class SchedulerOutput:
     """One step's work, in the order in which the runner does it.
 
-    1. drop the rows `removed_ids` (finished, aborted or preempted); 2. make `new_rows`; 3. begin the copies:
+    1. drop the rows `removed_ids` (finished, aborted or preempted); 2. make `new_rows`, and put `row_tokens` into
+    rows that stay; 3. begin the copies:
     `swap_outs` (device to CPU), `swap_ins` (CPU to device), and do `block_copies` (device to device, copy-on-write);
     4. compute `chunks`.
 
@@ -102,6 +113,7 @@ class SchedulerOutput:
     block_copies: tuple[BlockCopy, ...] = ()
     swap_outs: tuple[Transfer, ...] = ()
     swap_ins: tuple[Transfer, ...] = ()
+    row_tokens: tuple[RowToken, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -116,6 +128,14 @@ class SchedulerOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token that a beam may go on with, and its log probability, by the model's raw logits."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
     """The token drawn for each sampled chunk, by sequence id.
 
@@ -124,6 +144,7 @@ class ModelRunnerOutput:
     `logprobs` has the log probability of each token whose sequence chooses by it, by the model's raw logits.
     `transfers` are those that have ended since the last step, whichever step they began in.
     `num_splits`: how often memory ran out in this step, so that it was computed in parts.
+    `candidates` of each sampled beam, the likeliest first. (`sampled` has the likeliest, which nobody follows.)
     """
 
     sampled: dict[str, int]
@@ -132,13 +153,14 @@ class ModelRunnerOutput:
     out_of_memory_ids: frozenset[str] = frozenset()
     num_splits: int = 0
     logprobs: dict[str, float] = field(default_factory=dict)
+    candidates: dict[str, tuple[Candidate, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceStats:
     """What one sequence cost, told when it ends. Times are seconds of the clock that the caller passes in.
 
-    `swapped_bytes` counts both ways.
+    `swapped_bytes` counts both ways. `num_saved_blocks` are the most blocks that the beams of a search saved at a time.
     """
 
     num_prompt_tokens: int
@@ -151,6 +173,21 @@ class SequenceStats:
     first_scheduled_s: float | None
     first_token_s: float | None
     finished_s: float
+    num_saved_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A reply that a beam search has found.
+
+    `logprob` is the sum over its tokens, the one that ended it included; `score` is that, divided by its length to the
+    power of the length penalty.
+    """
+
+    token_ids: tuple[int, ...]
+    logprob: float
+    score: float
+    finish_reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +196,7 @@ class SequenceOutput:
 
     `error` is the reason of FinishReason.ERROR; `is_out_of_memory`: the same request may well succeed later.
     `logprob` is that of the new tokens, where its request chooses by it.
+    A beam search tells no new tokens, but at its end `hypotheses`, the best first, and the best one's finish reason.
     """
 
     seq_id: str
@@ -168,6 +206,7 @@ class SequenceOutput:
     stats: SequenceStats | None = None
     is_out_of_memory: bool = False
     logprob: float | None = None
+    hypotheses: tuple[Hypothesis, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
+from scheduler.beam_blocks import each_beam
 from scheduler.output import Chunk
 from scheduler.sequence import Sequence
 
@@ -84,7 +85,7 @@ class FairShare:
         if step_s <= 0:
             return
         price = step_s * self._num_tokens / (self._busy_s * self._num_blocks)
-        for seq in running:
+        for seq in each_beam(running):
             used[seq.tenant] += price * len(seq.block_table)
 
     def _level(self) -> float:

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable
 
+from scheduler.beam_group import BeamGroup, num_new_blocks
 from scheduler.block_pool import Block
 from scheduler.kv_cache_manager import KVCacheManager
-from scheduler.output import Chunk, NewRow, SchedulerOutput
+from scheduler.output import Chunk, NewRow, RowToken, SchedulerOutput
 from scheduler.sequence import Sequence, SequenceStatus
 from scheduler.tier_hits import TierHits
 
@@ -25,6 +26,7 @@ class StepAdder:
         self.num_tokens_left = num_tokens
         self.work: list[tuple[Sequence, Chunk]] = []
         self._new_rows: list[NewRow] = []
+        self._row_tokens: list[RowToken] = []
         self._renewed_ids: list[str] = []
         self._num_promised_blocks = 0
         self._num_reserved_blocks = 0
@@ -35,9 +37,23 @@ class StepAdder:
         A chunk of a prompt leaves a token of the budget to each of the `num_behind` others, so that no prefill
         stops a decode; but takes at least one itself.
         """
-        num_tokens = self._num_chunk_tokens(seq, num_behind)
         if self._num_reserved_blocks > 0 and self.num_missing_blocks(seq, num_behind) > 0:
             return False
+        if seq.beams is not None:
+            return self._try_serve_beams(seq.beams, num_behind)
+        return self._try_serve_chunk(seq, self._num_chunk_tokens(seq, num_behind))
+
+    def _try_serve_beams(self, group: BeamGroup, num_behind: int) -> bool:
+        """All beams that can have a chunk, or, where their blocks don't fit, none."""
+        plan = group.plan(self._kv, self.num_tokens_left, num_behind)
+        if num_new_blocks(plan, self._kv) > self._kv.num_available_blocks:
+            return False
+        for beam, num_tokens in plan:
+            is_served = self._try_serve_chunk(beam, num_tokens)
+            assert is_served, f"{beam} was planned, but {self._kv.num_available_blocks} free blocks fail it"
+        return True
+
+    def _try_serve_chunk(self, seq: Sequence, num_tokens: int) -> bool:
         is_row_stale = seq.has_row and self._kv.must_copy(seq)
         new_block_ids = self._kv.allocate_slots(seq, num_tokens)
         if new_block_ids is None:
@@ -50,7 +66,7 @@ class StepAdder:
 
     def num_missing_blocks(self, seq: Sequence, num_behind: int) -> int:
         """Blocks that the next chunk of a running sequence needs beyond those that are free and not reserved."""
-        num_new = self._kv.num_new_blocks(seq, self._num_chunk_tokens(seq, num_behind))
+        num_new = self._num_new_blocks(seq, num_behind)
         return max(0, min(num_new, num_new - self._kv.num_available_blocks + self._num_reserved_blocks))
 
     def try_reserve(self, seq: Sequence, num_behind: int) -> bool:
@@ -59,7 +75,7 @@ class StepAdder:
         Its blocks are kept for it: nobody who is served after it takes them, and nobody else is preempted for
         them. False, and nothing changed, where that is not enough.
         """
-        num_new = self._kv.num_new_blocks(seq, self._num_chunk_tokens(seq, num_behind))
+        num_new = self._num_new_blocks(seq, num_behind)
         num_coming = self._kv.num_available_blocks + self._kv.num_leaving_blocks
         if num_new > num_coming - self._num_reserved_blocks:
             return False
@@ -82,9 +98,10 @@ class StepAdder:
 
         It gets its first chunk at once, but for one whose blocks must be copied first: that is SWAPPING_IN now.
 
-        One of a family forks from a member that holds more of what it needs than the prefix cache.
+        One of a family forks from a member that holds more of what it needs than the prefix cache. Of a beam search
+        that was recomputed the head alone gets a chunk now.
         """
-        hit = self._kv.find_prefix(seq)
+        hit = self._kv.find_all(seq)
         source = None if seq.family is None else seq.family.source(seq)
         num_forked = 0
         if source is not None:
@@ -103,6 +120,11 @@ class StepAdder:
             if not must_copy:
                 self._kv.take_prefix(seq, hit)
         if must_copy:
+            self._num_promised_blocks += self._num_future_blocks(seq, 1)
+            return True
+        if seq.beams is not None:
+            is_served = self._try_serve_beams(seq.beams, 0)
+            assert is_served, f"{seq} was admitted, but {self._kv.num_available_blocks} free blocks fail its beams"
             self._num_promised_blocks += self._num_future_blocks(seq, 1)
             return True
         num_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, self.num_tokens_left)
@@ -124,6 +146,7 @@ class StepAdder:
             block_copies=block_copies,
             swap_outs=swap_outs,
             swap_ins=swap_ins,
+            row_tokens=tuple(self._row_tokens),
         )
 
     def _num_forked_tokens(self, seq: Sequence, hit: list[Block]) -> int:
@@ -135,6 +158,12 @@ class StepAdder:
         num_tokens = min(seq.num_prompt_tokens, seq.num_tokens - 1)
         is_waiting = seq.status is SequenceStatus.WAITING
         return num_tokens if is_waiting and num_tokens >= len(hit) * self._kv.block_size else 0
+
+    def _num_new_blocks(self, seq: Sequence, num_behind: int) -> int:
+        """Free blocks that serving `seq`, with all its beams, would take; not above 0 where it would take none."""
+        if seq.beams is not None:
+            return num_new_blocks(seq.beams.plan(self._kv, self.num_tokens_left, num_behind), self._kv)
+        return self._kv.num_new_blocks(seq, self._num_chunk_tokens(seq, num_behind))
 
     def _num_chunk_tokens(self, seq: Sequence, num_behind: int) -> int:
         num_tokens = len(seq.token_ids) - seq.num_computed_tokens
@@ -154,8 +183,11 @@ class StepAdder:
                     sampling=seq.sampling,
                     seed=seq.seed,
                     block_ids=seq.block_table.block_ids(),
+                    num_candidates=0 if seq.beams is None else seq.beams.num_candidates,
                 )
             )
+        elif seq.beams is not None:  # the runner has put in what it has drawn, but a beam goes on with what was chosen
+            self._row_tokens.append(RowToken(seq.seq_id, len(seq.token_ids) - 1, seq.token_ids[-1]))
         self.work.append((seq, Chunk(seq.seq_id, start, num_tokens, new_block_ids, is_sampled)))
         self.num_tokens_left -= num_tokens
 
@@ -170,6 +202,8 @@ class StepAdder:
 
         The last token that may be generated needs no slot: nothing comes after it that would attend to it.
         """
+        if seq.beams is not None:
+            return seq.beams.num_future_blocks(self._kv, num_spare)
         num_tokens = min(len(seq.token_ids) + num_spare * self._kv.block_size, seq.max_num_tokens - 1)
         num_missing = self._kv.num_blocks_for(num_tokens) - len(seq.block_table)
         # One on its way in shares the blocks that it will write to with nobody but the transfer.
