@@ -29,6 +29,8 @@ def why_no_room(
 ) -> str | None:  # fmt: skip
     """Why a search of up to `max_num_tokens` tokens, prompt included, has no room, and what to do; None: it has."""
     width = sampling.beam_width
+    if not sampling.is_beam_search:
+        return None
     if width > max_num_seqs:
         return (
             f"beam_width is {width}, but at most {max_num_seqs} sequences run at once: use fewer beams, or start the "

@@ -125,8 +125,8 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences are generated for it. (The beams of a search are one to all but the scheduler.)"""
-        return 1 if self.is_beam_search else max(self.n, self.best_of)
+        """How many sequences are generated for it. (The beams of a search are the scheduler's own.)"""
+        return max(self.n, self.best_of)
 
     @property
     def is_choosing(self) -> bool:

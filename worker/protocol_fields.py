@@ -51,6 +51,9 @@ BODY_FIELDS: Mapping[str, Kind] = {
     "ignore_eos": Kind.BOOL,
     "n": Kind.INT,
     "best_of": Kind.INT,
+    "beam_width": Kind.INT,
+    "length_penalty": Kind.FLOAT,
+    "early_stopping": Kind.TEXT,
     "model": Kind.TEXT,
     "stream": Kind.BOOL,
     "chunk_ms": Kind.INT,
@@ -61,7 +64,6 @@ BODY_FIELDS: Mapping[str, Kind] = {
 
 # Fields of the protocol that this version doesn't do yet, with the values that ask for nothing.
 NOT_YET_FIELDS: Mapping[str, tuple[Kind, tuple[Any, ...]]] = {
-    "beam_width": (Kind.INT, (0, 1)),
     "min_tokens": (Kind.INT, (0,)),
     "min_p": (Kind.FLOAT, (0,)),
     "presence_penalty": (Kind.FLOAT, (0,)),
