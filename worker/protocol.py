@@ -30,6 +30,7 @@ from worker.protocol_fields import (
     MAX_INT,
     NOT_YET_FIELDS,
     as_bool,
+    as_bool_or_never,
     as_float,
     as_int,
     as_label,
@@ -216,8 +217,7 @@ def _sampling_of(body: Mapping[str, Any]) -> SamplingParams:
             params[name] = as_int(name, body[name], -MAX_INT - 1, MAX_INT)
     params["beam_width"] = params.get("beam_width") or 1
     if "early_stopping" in body:
-        value = body["early_stopping"]
-        params["early_stopping"] = "never" if value == "never" else as_bool("early_stopping", value)
+        params["early_stopping"] = as_bool_or_never("early_stopping", body["early_stopping"])
     for name in ("include_stop", "ignore_eos"):
         if name in body:
             params[name] = as_bool(name, body[name])

@@ -8,7 +8,7 @@ import contextlib
 import re
 from collections.abc import Mapping
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Literal
 
 from worker.errors import ErrorCode, JobError
 from worker.protocol_codec import MalformedError, decode_json
@@ -172,6 +172,17 @@ def as_bool(name: str, value: Any) -> bool:
     if type(value) is int and value in (0, 1):
         return value == 1
     raise bad_request(f"{name} is {kind_name(value)}: use true or false")
+
+
+def as_bool_or_never(name: str, value: Any) -> bool | Literal["never"]:
+    """True or false, in either form's spelling, or the word never."""
+    if value == "never":
+        return "never"
+    if type(value) is not str:
+        return as_bool(name, value)
+    if value not in _TRUE | _FALSE:
+        raise bad_request(f"{name} is {shown(value)}: use 1, 0 or never")
+    return value in _TRUE
 
 
 def as_text(name: str, value: Any) -> str:
