@@ -260,11 +260,10 @@ class SwapTier:
         """Enter `blocks`, which hold the full blocks of `seq` behind those in `kept`, into the index."""
         if self.index is None or not seq.use_prefix_cache:
             return
-        name = None
-        if kept:
-            content = kept[-1].content
-            assert content is not None, f"{seq} keeps {kept[-1]}, which holds nothing"
-            name = content.name
+        if kept and kept[-1].content is None:
+            # One of equal hash, which was entered for another beam just now, has taken its entry: enter all again.
+            kept, blocks = [], [*kept, *blocks]
+        name = None if not kept or kept[-1].content is None else kept[-1].content.name
         for index, block in enumerate(blocks, start=len(kept)):
             name, content, loser = self.index.enter(seq, index, name, block)
             if loser is not None:
