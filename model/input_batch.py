@@ -47,7 +47,8 @@ class StepInputs:
 
     input_ids, positions, slot_mapping int64 [num_tokens]; logits_rows int64 [num_sampled], or None when every token
     is sampled. `sampled_ids`, `sampled_rows` and `sampled_positions` say whose tokens are drawn, and their indices;
-    `wants_logprob` bool [num_sampled], on the host, which of them want the log probability as well.
+    `wants_logprob` bool [num_sampled], on the host, which of them want the log probability as well, `num_candidates`
+    int64 [num_sampled] how many candidates: 0 but for beams.
     """
 
     input_ids: torch.Tensor
@@ -59,6 +60,7 @@ class StepInputs:
     sampled_rows: IntArray
     sampled_positions: IntArray
     wants_logprob: npt.NDArray[np.bool_]
+    num_candidates: IntArray
     sampling: SamplingRows
 
 
@@ -79,6 +81,7 @@ class InputBatch:
         self._top_p = np.ones(max_num_seqs, dtype=np.float32)
         self._seeds = np.zeros(max_num_seqs, dtype=np.int64)
         self._is_choosing = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._num_candidates = np.zeros(max_num_seqs, dtype=np.int64)
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._aranges = np.arange(max_num_seqs + 1, dtype=np.int32)
@@ -89,7 +92,7 @@ class InputBatch:
         return len(self._free_rows)
 
     def apply(self, output: SchedulerOutput) -> None:
-        """Drop the removed rows, make the new ones, append new blocks to the others.
+        """Drop the removed rows, make the new ones, put chosen tokens into others and append new blocks to them.
 
         Raises RunnerInputError for an unknown or known id, and for more rows, tokens or blocks than there is room for.
         """
@@ -97,6 +100,8 @@ class InputBatch:
             self.remove(seq_id)
         for new_row in output.new_rows:
             self.add(new_row)
+        for chosen in output.row_tokens:
+            self._token_ids[self._row(chosen.seq_id), chosen.position] = chosen.token_id
         for new_blocks in output.new_blocks:
             self._append_blocks(self._row(new_blocks.seq_id), new_blocks.block_ids)
 
@@ -118,11 +123,13 @@ class InputBatch:
         self._token_ids[row, :num_tokens] = new_row.token_ids
         self._num_blocks[row] = 0
         self._append_blocks(row, new_row.block_ids)
-        self._temperature[row] = sampling.temperature
+        # Nobody follows what is drawn of a beam: the largest logit is the least work.
+        self._temperature[row] = 0.0 if new_row.num_candidates else sampling.temperature
         self._top_k[row] = sampling.top_k
         self._top_p[row] = sampling.top_p
         self._seeds[row] = new_row.seed
         self._is_choosing[row] = sampling.is_choosing
+        self._num_candidates[row] = new_row.num_candidates
 
     def remove(self, seq_id: str) -> None:
         """Free a sequence's row."""
@@ -180,6 +187,7 @@ class InputBatch:
             sampled_rows=rows[sampled],
             sampled_positions=ends[sampled],
             wants_logprob=self._is_choosing[rows[sampled]],
+            num_candidates=self._num_candidates[rows[sampled]],
             sampling=self._sampling_rows(rows[sampled], ends[sampled]),
         )
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from model.layers import ForwardContext
 from model.sampler import Sampler
 from model.step_splitter import SplitStep, compute_in_parts
 from model.threads import set_num_threads
-from scheduler.output import Chunks, ModelRunnerOutput, NewRow, SchedulerOutput, TransferResult
+from scheduler.output import Candidate, Chunks, ModelRunnerOutput, NewRow, SchedulerOutput, TransferResult
 from scheduler.sampling_params import SamplingParams
 
 NO_FINITE_LOGIT = "the model gave no finite logit to choose a token from: the weights or the prompt overflow its dtype"
@@ -40,6 +40,14 @@ class RunnerConfig:
     max_logits_rows: int = 256
     num_threads: int | None = None
     kernel_cache_dir: Path | None = None
+
+
+@dataclass(slots=True)
+class _Extras:
+    """What a step brings beside drawn tokens, by sequence: see ModelRunnerOutput."""
+
+    logprobs: dict[str, float] = field(default_factory=dict)
+    candidates: dict[str, tuple[Candidate, ...]] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -73,47 +81,59 @@ class ModelRunner:
         if not output.chunks:
             # With nothing to compute, the next thing that can happen is that a copy ends.
             return ModelRunnerOutput({}, transfers=self._kv_cache.ended_transfers(is_waiting=True))
-        logprobs: dict[str, float] = {}
-        step = compute_in_parts(output.chunks, lambda chunks: self._compute_chunks(chunks, logprobs))
-        return _as_output(step, logprobs, self._kv_cache.ended_transfers())
+        extras = _Extras()
+        step = compute_in_parts(output.chunks, lambda chunks: self._compute_chunks(chunks, extras))
+        return _as_output(step, extras, self._kv_cache.ended_transfers())
 
-    def _compute_chunks(self, chunks: Chunks, logprobs: dict[str, float]) -> dict[str, int]:
+    def _compute_chunks(self, chunks: Chunks, extras: "_Extras") -> dict[str, int]:
         """The token drawn for each sampled chunk, by sequence; -1 where there was none to draw.
 
-        Adds the log probabilities of those that want one to `logprobs`.
+        Adds to `extras` what some want beside it.
         """
         inputs = self._batch.prepare(chunks)
         started = time.perf_counter()
-        token_ids, drawn_logprobs = self._compute(inputs)
+        token_ids = self._compute(inputs, extras)
         self.last_forward_s += time.perf_counter() - started
         self._batch.append_sampled(inputs, token_ids)
-        logprobs |= drawn_logprobs
         return dict(zip(inputs.sampled_ids, token_ids.tolist(), strict=True))
 
     @torch.inference_mode()
-    def _compute(self, inputs: StepInputs) -> tuple[IntArray, dict[str, float]]:
-        """The drawn ids, and the log probabilities of those that want one."""
+    def _compute(self, inputs: StepInputs, extras: "_Extras") -> IntArray:
+        """The drawn ids."""
         decoder = self._decoder
         context = ForwardContext(
             decoder.cos_sin, inputs.positions, inputs.slot_mapping, self._kv_cache.blocks, inputs.meta
         )
         hidden = decoder.hidden(inputs.input_ids, context, inputs.logits_rows)
         pieces = []
-        logprobs: dict[str, float] = {}
         for start in range(0, len(hidden), self._max_logits_rows):
             end = min(start + self._max_logits_rows, len(hidden))
             logits = decoder.logits(hidden[start:end])
             pieces.append(self._sampler(logits, inputs.sampling.rows(start, end)))
-            wanted = inputs.wants_logprob[start:end].nonzero()[0]
-            if len(wanted):
-                rows = torch.from_numpy(wanted).to(logits.device)
-                values = self._sampler.logprobs(logits[rows], pieces[-1][rows]).tolist()
-                logprobs |= {inputs.sampled_ids[start + at]: value for at, value in zip(wanted, values, strict=True)}
+            self._add_extras(extras, inputs, start, logits, pieces[-1])
         if not pieces:
-            return np.zeros(0, dtype=np.int64), logprobs
+            return np.zeros(0, dtype=np.int64)
         ids = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         drawn: IntArray = ids.cpu().numpy()
-        return drawn, logprobs
+        return drawn
+
+    def _add_extras(
+        self, extras: "_Extras", inputs: StepInputs, start: int, logits: torch.Tensor, ids: torch.Tensor
+    ) -> None:
+        """What rows from `start` on, whose logits these are, want beside the drawn ids [num_rows]."""
+        end = start + len(logits)
+        wanted = inputs.wants_logprob[start:end].nonzero()[0]
+        if len(wanted):
+            rows = torch.from_numpy(wanted).to(logits.device)
+            values = self._sampler.logprobs(logits[rows], ids[rows]).tolist()
+            extras.logprobs |= {inputs.sampled_ids[start + at]: value for at, value in zip(wanted, values, strict=True)}
+        num_candidates = inputs.num_candidates[start:end]
+        wanted = num_candidates.nonzero()[0]
+        if len(wanted):
+            most = int(num_candidates.max())
+            rows = torch.from_numpy(wanted).to(logits.device)
+            for at, found in zip(wanted, self._sampler.candidates(logits[rows], most), strict=True):
+                extras.candidates[inputs.sampled_ids[start + at]] = found[: num_candidates[at]]
 
     def warm_up(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Load the kernels, then run a prompt and a decode, greedy and not, so that the first request is not slow.
@@ -149,10 +169,12 @@ class ModelRunner:
         self.last_forward_s = 0.0
 
 
-def _as_output(step: SplitStep, logprobs: dict[str, float], transfers: tuple[TransferResult, ...]) -> ModelRunnerOutput:
+def _as_output(step: SplitStep, extras: _Extras, transfers: tuple[TransferResult, ...]) -> ModelRunnerOutput:
     """-1 becomes a failure of that sequence alone."""
     drawn, failed = step.drawn, dict(step.failed)
     if drawn and min(drawn.values()) < 0:
         failed |= {seq_id: NO_FINITE_LOGIT for seq_id, token_id in drawn.items() if token_id < 0}
         drawn = {seq_id: token_id for seq_id, token_id in drawn.items() if token_id >= 0}
-    return ModelRunnerOutput(drawn, failed, transfers, frozenset(step.failed), step.num_splits, logprobs)
+    return ModelRunnerOutput(
+        drawn, failed, transfers, frozenset(step.failed), step.num_splits, extras.logprobs, extras.candidates
+    )

@@ -31,7 +31,7 @@ class NewRow:
     """A sequence that enters the runner's input batch: new, or back after a preemption.
 
     `token_ids` are all known tokens (prompt and generated so far); `block_ids` all its physical blocks in
-    logical order, those for this step's chunk included.
+    logical order, those for this step's chunk included. `num_candidates` are wanted of a beam, 0 of others.
     """
 
     seq_id: str
@@ -40,6 +40,7 @@ class NewRow:
     sampling: SamplingParams
     seed: int
     block_ids: tuple[int, ...]
+    num_candidates: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,14 @@ class NewBlocks(NamedTuple):
     block_ids: tuple[int, ...]
 
 
+class RowToken(NamedTuple):
+    """The token at `position` of a row is `token_id`, whatever was drawn: the scheduler has chosen it, for a beam."""
+
+    seq_id: str
+    position: int
+    token_id: int
+
+
 class BlockCopy(NamedTuple):
     """Copy block `src` to block `dst`; which tier each lies on is said by the list that holds it."""
 
@@ -116,9 +125,9 @@ class TransferResult:
 class SchedulerOutput:
     """One step's work, in the order in which the runner does it.
 
-    1. drop the rows `removed_ids` (finished, aborted or preempted); 2. make `new_rows`, and append `new_blocks` to the
-    others; 3. begin the copies: `swap_outs` (device to CPU), `swap_ins` (CPU to device), and do `block_copies` (device
-    to device, copy-on-write); 4. compute `chunks`.
+    1. drop the rows `removed_ids` (finished, aborted or preempted); 2. make `new_rows`, and put `row_tokens` into and
+    append `new_blocks` to the others; 3. begin the copies: `swap_outs` (device to CPU), `swap_ins` (CPU to device), and
+    do `block_copies` (device to device, copy-on-write); 4. compute `chunks`.
 
     A transfer may end in this step or in any later one. Until its end is reported no chunk touches its blocks on
     either side, but for reading what is shared and full.
@@ -132,6 +141,7 @@ class SchedulerOutput:
     block_copies: tuple[BlockCopy, ...] = ()
     swap_outs: tuple[Transfer, ...] = ()
     swap_ins: tuple[Transfer, ...] = ()
+    row_tokens: tuple[RowToken, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -146,6 +156,14 @@ class SchedulerOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token that a beam may go on with, and its log probability, by the model's raw logits."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
     """The token drawn for each sampled chunk, by sequence id.
 
@@ -154,6 +172,7 @@ class ModelRunnerOutput:
     `logprobs` has the log probability of each token whose sequence chooses by it, by the model's raw logits.
     `transfers` are those that have ended since the last step, whichever step they began in.
     `num_splits`: how often memory ran out in this step, so that it was computed in parts.
+    `candidates` of each sampled beam, the likeliest first. (`sampled` has the likeliest, which nobody follows.)
     """
 
     sampled: dict[str, int]
@@ -162,13 +181,14 @@ class ModelRunnerOutput:
     out_of_memory_ids: frozenset[str] = frozenset()
     num_splits: int = 0
     logprobs: dict[str, float] = field(default_factory=dict)
+    candidates: dict[str, tuple[Candidate, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceStats:
     """What one sequence cost, told when it ends. Times are seconds of the clock that the caller passes in.
 
-    `swapped_bytes` counts both ways.
+    `swapped_bytes` counts both ways. `num_saved_blocks` are the most blocks that the beams of a search saved at a time.
     """
 
     num_prompt_tokens: int
@@ -181,6 +201,21 @@ class SequenceStats:
     first_scheduled_s: float | None
     first_token_s: float | None
     finished_s: float
+    num_saved_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A reply that a beam search has found.
+
+    `logprob` is the sum over its tokens, the one that ended it included; `score` is that, divided by its length to the
+    power of the length penalty.
+    """
+
+    token_ids: tuple[int, ...]
+    logprob: float
+    score: float
+    finish_reason: FinishReason
 
 
 class SequenceOutput(NamedTuple):
@@ -190,6 +225,7 @@ class SequenceOutput(NamedTuple):
 
     `error` is the reason of FinishReason.ERROR; `is_out_of_memory`: the same request may well succeed later.
     `logprob` is that of the new tokens, where its request chooses by it.
+    A beam search tells no new tokens, but at its end `hypotheses`, the best first, and the best one's finish reason.
     """
 
     seq_id: str
@@ -199,6 +235,7 @@ class SequenceOutput(NamedTuple):
     stats: SequenceStats | None = None
     is_out_of_memory: bool = False
     logprob: float | None = None
+    hypotheses: tuple[Hypothesis, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from scheduler.account import Account
+from scheduler.beam_blocks import each_beam
 from scheduler.sequence import Sequence, SequenceStatus
 
 # Accounts of tenants that are gone are kept while they are over their share, but no more than so many.
@@ -85,7 +86,7 @@ class FairShare:
         if step_s <= 0:
             return
         price = step_s * self._num_tokens / (self._busy_s * self._num_blocks)
-        for seq in running:
+        for seq in each_beam(running):
             seq.account.used += price * len(seq.block_table.blocks)
 
     def _level(self) -> float:

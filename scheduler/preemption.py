@@ -93,14 +93,19 @@ class Preemptor:
         self.num_full_tier_recomputes = 0
 
     def preempt(self, victim: Sequence) -> None:
-        """Take the blocks of `victim`, which is in no queue now; it is WAITING, SWAPPING_OUT or SWAPPED afterwards."""
-        victim.num_preemptions += 1
-        self._kv.seal_full_blocks(victim)
+        """Take the blocks of `victim`, which is in no queue now; it is WAITING, SWAPPING_OUT or SWAPPED afterwards.
+
+        So it is with all its beams.
+        """
+        for beam in victim.all_beams:
+            beam.num_preemptions += 1
+            self._kv.seal_full_blocks(beam)
         is_swap_wanted = self._is_swap_wanted(victim)
         if is_swap_wanted and self._kv.try_begin_swap_out(victim):
             self.num_swaps += 1
             return
-        self._kv.free(victim)
+        for beam in victim.all_beams:
+            self._kv.free(beam)
         victim.status = SequenceStatus.WAITING
         self.num_recomputes += 1
         self.num_full_tier_recomputes += is_swap_wanted
@@ -117,6 +122,8 @@ class Preemptor:
     def recompute_cost_s(self, victim: Sequence) -> float:
         """Seconds that computing it again takes; inf where the rate is not known. What others keep is not computed."""
         rate = self._config.prefill_tokens_per_s
+        if victim.beams is not None:
+            return inf if rate is None else victim.beams.num_distinct_tokens / rate
         num_kept = self._kv.num_shared_blocks(victim) * self._kv.block_size
         return inf if rate is None else max(0, victim.num_computed_tokens - num_kept) / rate
 

@@ -1,8 +1,12 @@
 """Decides, step by step, which tokens of which sequences are computed."""
 
+from dataclasses import replace
 from itertools import chain, count
 
 from scheduler.admission_delay import AdmissionDelay
+from scheduler.beam_blocks import each_beam, num_empty_slots
+from scheduler.beam_group import BeamGroup
+from scheduler.beam_intake import check_beams
 from scheduler.config import CacheConfig, PreemptionMode, SchedulerConfig
 from scheduler.deadlines import Deadlines
 from scheduler.errors import DuplicateSequenceError, InvalidConfigError, PromptTooLongError
@@ -119,12 +123,15 @@ class Scheduler:
         """Take a sequence on. It is this scheduler's until it ends.
 
         Raises DuplicateSequenceError, PromptTooLongError where prompt and `max_tokens` could never fit, even with
-        nothing else running, and InvalidPromptError where its family has another prompt. A resumed sequence that
-        lacks nothing ends with the next `update`.
+        nothing else running, with all beams of a beam search, and InvalidPromptError where its family has another
+        prompt, or a beam search should be resumed. A resumed sequence that lacks nothing ends with the next `update`.
         """
         if seq.seq_id in self._seqs:
             raise DuplicateSequenceError(f"sequence {seq.seq_id} is running or waiting already: give it another id")
         seq.max_num_tokens = self._max_num_tokens_of(seq)
+        if seq.sampling.is_beam_search:
+            check_beams(seq, self.config.max_num_seqs, self.kv.pool.num_blocks, self.kv.block_size)
+            seq.beams = BeamGroup(seq, self.config.eos_token_ids)
         if seq.family is not None:
             seq.family.join(seq)
         seq.serial = next(self._serials)
@@ -211,14 +218,16 @@ class Scheduler:
                 continue
             if failed and seq.seq_id in failed:
                 is_out_of_memory = seq.seq_id in runner_output.out_of_memory_ids
-                outputs.append(self._fail(seq, failed[seq.seq_id], now, is_out_of_memory=is_out_of_memory))
+                outputs.append(self._fail(seq.head, failed[seq.seq_id], now, is_out_of_memory=is_out_of_memory))
                 continue
             self._advance(seq, num_tokens)
-            if is_sampled:
+            if is_sampled and seq.beams is not None:
+                outputs += self._advance_beams(seq.beams, seq, runner_output, now)
+            elif is_sampled:
                 logprob = logprobs.get(seq.seq_id) if logprobs else None
                 outputs.append(self._append_token(seq, sampled[seq.seq_id], logprob, now))
-            elif self.policy.drops_hopeless and self._deadlines.is_hopeless(seq, now):
-                self._drop(seq, now)
+            elif self.policy.drops_hopeless and self._deadlines.is_hopeless(seq.head, now):
+                self._drop(seq.head, now)
                 outputs.append(self._overdue.pop())
         return outputs
 
@@ -226,9 +235,16 @@ class Scheduler:
         """A snapshot. After an `update`, the slots that are filled are exactly those of computed tokens."""
         kv, pool, swap = self.kv, self.kv.pool, self.kv.swap
         num_allocated = kv.num_owned_blocks * kv.block_size
-        # Only full blocks are shared, so what is empty is empty in one sequence's last blocks. Blocks that are on
+        # But for beams only full blocks are shared, so what is empty is empty in one sequence's last blocks. Blocks on
         # their way in or out count as filled.
-        num_empty = sum([len(seq.block_table) * kv.block_size - seq.num_computed_tokens for seq in self.running])
+        num_empty = sum(
+            [
+                len(seq.block_table) * kv.block_size - seq.num_computed_tokens
+                if seq.beams is None
+                else num_empty_slots(seq.beams, kv.block_size)
+                for seq in self.running
+            ]
+        )
         num_swapped = 0 if swap is None else swap.num_sequences
         block_bytes = self._cache.kv_block_bytes
         return SchedulerStats(
@@ -267,7 +283,7 @@ class Scheduler:
         )
 
     def _num_saved_blocks(self) -> int:
-        num_in_tables = sum([len(seq.block_table) for seq in chain(self.running, self.moving.values())])
+        num_in_tables = sum([len(seq.block_table) for seq in each_beam(chain(self.running, self.moving.values()))])
         return num_in_tables - (self.kv.num_owned_blocks - self.kv.num_leaving_blocks)
 
     def _max_num_tokens_of(self, seq: Sequence) -> int:
@@ -291,6 +307,7 @@ class Scheduler:
         """
         running = self.running
         growing = self._growing_in_order(adder)
+        num_other_beams = sum([len(running[index].all_beams) - 1 for index in growing])
         last_lacking: Sequence | None = None
         index = 0
         for growing_index in (*growing, len(running)):
@@ -298,7 +315,7 @@ class Scheduler:
             index = growing_index
             while index == growing_index < len(running) and adder.num_tokens_left > 0:
                 seq = running[index]
-                num_behind = len(running) - index - 1
+                num_behind = len(running) - index - 1 + num_other_beams
                 if adder.try_serve(seq, num_behind):
                     index += 1
                     continue
@@ -330,7 +347,8 @@ class Scheduler:
             seq.num_decode_slots = 0
 
     def _preempt(self, victim: Sequence) -> None:
-        self._remove_row(victim)
+        for beam in victim.all_beams:
+            self._remove_row(beam)
         self._preemptor.preempt(victim)
         self._place(victim)
 
@@ -366,7 +384,7 @@ class Scheduler:
         hopeless: list[Sequence] = []
         max_num_seqs, drops_hopeless = self._watch.guard.num_seqs, self.policy.drops_hopeless
         coming = self._coming()
-        num_admitted = len(self.running) + len(coming)
+        num_admitted = sum([seq.sampling.beam_width for seq in chain(self.running, coming)])
         adder.open_admission(chain(self.running, coming))
         for seq in self.waiting.candidates():
             if adder.num_tokens_left == 0 or num_admitted >= max_num_seqs:
@@ -378,9 +396,11 @@ class Scheduler:
                 continue
             if len(passed) == MAX_PASSED or is_passed_too_often:
                 break
-            if adder.try_admit(seq, is_alone=num_admitted == 0 and not self.kv.has_transfers):
+            num_rows = seq.sampling.beam_width
+            has_rows = num_admitted == 0 or num_admitted + num_rows <= max_num_seqs
+            if has_rows and adder.try_admit(seq, is_alone=num_admitted == 0 and not self.kv.has_transfers):
                 admitted.append(seq)
-                num_admitted += 1
+                num_admitted += num_rows
                 self._charge_prompt(seq)
                 for other in passed:
                     other.num_passes += 1
@@ -413,7 +433,7 @@ class Scheduler:
         end = seq.num_computed_tokens = start + num_tokens
         if start < seq.num_tokens_seen:
             num_again = min(end, seq.num_tokens_seen) - start
-            seq.num_recomputed_tokens += num_again
+            seq.head.num_recomputed_tokens += num_again
             self._num_recomputed_tokens += num_again
         seq.num_tokens_seen = max(seq.num_tokens_seen, end)
         block_size = self.kv.block_size
@@ -430,6 +450,25 @@ class Scheduler:
         self.running.remove(seq)
         self._end(seq, reason)
         return SequenceOutput(seq.seq_id, (token_id,), reason, stats=seq.stats(now), logprob=logprob)
+
+    def _advance_beams(
+        self, group: BeamGroup, beam: Sequence, runner_output: ModelRunnerOutput, now: float
+    ) -> list[SequenceOutput]:
+        """Take in the candidates of a beam; when all have theirs, choose the next beams, or end the search."""
+        head = group.head
+        group.candidates[beam.seq_id] = runner_output.candidates[beam.seq_id]
+        if not group.is_standing:
+            return []
+        if head.first_token_s is None:
+            head.first_token_s = now
+        if not group.advance(self.kv, self._remove_row):
+            return []
+        self.running.remove(head)
+        hypotheses = group.hypotheses
+        self._end(head, hypotheses[0].finish_reason)
+        num_tokens = sum([len(hypothesis.token_ids) for hypothesis in hypotheses])
+        stats = replace(head.stats(now), num_generated_tokens=num_tokens)
+        return [SequenceOutput(head.seq_id, (), head.finish_reason, stats=stats, hypotheses=hypotheses)]
 
     def _is_hopeless(self, seq: Sequence, now: float) -> bool:
         """Whether a waiting sequence can't make it, even with what a tier or its family has of it."""
@@ -455,7 +494,8 @@ class Scheduler:
 
     def _fail(self, seq: Sequence, error: str, now: float, *, is_out_of_memory: bool) -> SequenceOutput:
         self.running.remove(seq)
-        self.kv.discard(seq)
+        for beam in seq.all_beams:
+            self.kv.discard(beam)
         self._end(seq, FinishReason.ERROR)
         return SequenceOutput(seq.seq_id, (), FinishReason.ERROR, error, seq.stats(now), is_out_of_memory)
 
@@ -464,11 +504,12 @@ class Scheduler:
 
         The caller has taken it out of its queue.
         """
-        self._remove_row(seq)
-        self.kv.free(seq)
+        for beam in seq.all_beams:
+            self._remove_row(beam)
+            self.kv.free(beam)
+            beam.status = SequenceStatus.FINISHED
         if seq.family is not None:
             seq.family.leave(seq)
-        seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
         del self._seqs[seq.seq_id]
         self._deadlines.leave(seq)

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Sequence as Tokens
 from enum import Enum, auto
 from math import inf
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from scheduler.account import Account
 from scheduler.block_table import BlockTable
@@ -12,6 +12,9 @@ from scheduler.errors import InvalidPromptError
 from scheduler.family import Family
 from scheduler.output import FinishReason, SequenceStats
 from scheduler.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from scheduler.beam_group import BeamGroup
 
 
 class SequenceStatus(Enum):
@@ -75,6 +78,7 @@ class Sequence:
         "account",
         "adapter",
         "arrival_s",
+        "beams",
         "block_hashes",
         "block_table",
         "cache_salt",
@@ -152,9 +156,11 @@ class Sequence:
 
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
-        # Both are set by Scheduler.add: the order of arrival, and where generation ends at the latest.
+        # All are set by Scheduler.add: the order of arrival, where generation ends at the latest, and of a beam search
+        # the beams, of which this is one. (The others' sequences are made by the group.)
         self.serial = 0
         self.max_num_tokens = 0
+        self.beams: BeamGroup | None = None
         self.num_computed_tokens = 0
         # The most that was ever computed of it: what lies below and is computed again is the price of preemption.
         self.num_tokens_seen = 0
@@ -214,6 +220,16 @@ class Sequence:
         return self.num_preemptions == 0
 
     @property
+    def all_beams(self) -> "Tokens[Sequence]":
+        """The beams that come and go with it; itself alone where it is no beam search."""
+        return (self,) if self.beams is None else self.beams.beams
+
+    @property
+    def head(self) -> "Sequence":
+        """The one that stands for it in the queues: itself, but for the other beams of a search."""
+        return self if self.beams is None else self.beams.head
+
+    @property
     def is_finished(self) -> bool:
         """Whether nothing more comes of it."""
         return self.status is SequenceStatus.FINISHED
@@ -231,6 +247,7 @@ class Sequence:
             first_scheduled_s=self.first_scheduled_s,
             first_token_s=self.first_token_s,
             finished_s=now,
+            num_saved_blocks=0 if self.beams is None else self.beams.num_saved_blocks,
         )
 
     def __repr__(self) -> str:

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable
 
+from scheduler.beam_group import BeamGroup, num_new_blocks
 from scheduler.block_pool import Block
 from scheduler.kv_cache_manager import KVCacheManager
-from scheduler.output import Chunks, NewBlocks, NewRow, SchedulerOutput
+from scheduler.output import Chunks, NewBlocks, NewRow, RowToken, SchedulerOutput
 from scheduler.sequence import Sequence, SequenceStatus
 from scheduler.tier_hits import TierHits
 
@@ -29,6 +30,7 @@ class StepAdder:
         self._is_sampled: list[bool] = []
         self._new_blocks: list[NewBlocks] = []
         self._new_rows: list[NewRow] = []
+        self._row_tokens: list[RowToken] = []
         self._renewed_ids: list[str] = []
         self._num_promised_blocks = 0
         self._num_reserved_blocks = 0
@@ -39,8 +41,7 @@ class StepAdder:
         for seq in growing:
             if num_left < 0:
                 break
-            num_tokens = len(seq.token_ids) - seq.num_computed_tokens
-            num_left -= 1 if seq.num_decode_slots else max(0, self._kv.num_new_blocks(seq, num_tokens))
+            num_left -= 1 if seq.num_decode_slots else max(0, self._num_new_blocks(seq, 0))
         return num_left < 0
 
     def serve_decodes(self, seqs: list[Sequence]) -> None:
@@ -63,9 +64,23 @@ class StepAdder:
         """
         if 0 < seq.num_decode_slots == seq.num_computed_tokens and not self._num_reserved_blocks:
             return self._try_grow(seq)
-        num_tokens = self._num_chunk_tokens(seq, num_behind)
         if self._num_reserved_blocks > 0 and self.num_missing_blocks(seq, num_behind) > 0:
             return False
+        if seq.beams is not None:
+            return self._try_serve_beams(seq.beams, num_behind)
+        return self._try_serve_chunk(seq, self._num_chunk_tokens(seq, num_behind))
+
+    def _try_serve_beams(self, group: BeamGroup, num_behind: int) -> bool:
+        """All beams that can have a chunk, or, where their blocks don't fit, none."""
+        plan = group.plan(self._kv, self.num_tokens_left, num_behind)
+        if num_new_blocks(plan, self._kv) > self._kv.num_available_blocks:
+            return False
+        for beam, num_tokens in plan:
+            is_served = self._try_serve_chunk(beam, num_tokens)
+            assert is_served, f"{beam} was planned, but {self._kv.num_available_blocks} free blocks fail it"
+        return True
+
+    def _try_serve_chunk(self, seq: Sequence, num_tokens: int) -> bool:
         is_row_stale = seq.has_row and self._kv.must_copy(seq)
         new_block_ids = self._kv.allocate_slots(seq, num_tokens)
         if new_block_ids is None:
@@ -93,7 +108,7 @@ class StepAdder:
 
     def num_missing_blocks(self, seq: Sequence, num_behind: int) -> int:
         """Blocks that the next chunk of a running sequence needs beyond those that are free and not reserved."""
-        num_new = self._kv.num_new_blocks(seq, self._num_chunk_tokens(seq, num_behind))
+        num_new = self._num_new_blocks(seq, num_behind)
         return max(0, min(num_new, num_new - self._kv.num_available_blocks + self._num_reserved_blocks))
 
     def try_reserve(self, seq: Sequence, num_behind: int) -> bool:
@@ -102,7 +117,7 @@ class StepAdder:
         Its blocks are kept for it: nobody who is served after it takes them, and nobody else is preempted for
         them. False, and nothing changed, where that is not enough.
         """
-        num_new = self._kv.num_new_blocks(seq, self._num_chunk_tokens(seq, num_behind))
+        num_new = self._num_new_blocks(seq, num_behind)
         num_coming = self._kv.num_available_blocks + self._kv.num_leaving_blocks
         if num_new > num_coming - self._num_reserved_blocks:
             return False
@@ -114,7 +129,10 @@ class StepAdder:
 
         Call it once, after all the running ones are served.
         """
-        self._num_promised_blocks = sum([seq.num_promised_blocks for seq in admitted])
+        self._num_promised_blocks = sum(
+            # What beams may need changes with every step.
+            [seq.num_promised_blocks if seq.beams is None else self._num_future_blocks(seq, 1) for seq in admitted]
+        )
 
     def try_admit(self, seq: Sequence, *, is_alone: bool) -> bool:
         """Admit a waiting or swapped sequence; False, and nothing changed, if it should wait.
@@ -125,11 +143,12 @@ class StepAdder:
 
         It gets its first chunk at once, but for one whose blocks must be copied first: that is SWAPPING_IN now.
 
-        One of a family forks from a member that holds more of what it needs than the prefix cache.
+        One of a family forks from a member that holds more of what it needs than the prefix cache. Of a beam search
+        that was recomputed the head alone gets a chunk now.
         """
         if not is_alone and self._kv.num_available_blocks <= self._num_promised_blocks:
             return False  # whoever is admitted takes one block at least
-        hit = self._kv.find_prefix(seq)
+        hit = self._kv.find_all(seq)
         source = None if seq.family is None else seq.family.source(seq)
         num_forked = 0
         if source is not None:
@@ -150,6 +169,11 @@ class StepAdder:
         if must_copy:
             seq.num_promised_blocks = self._num_future_blocks(seq, 1)
             self._num_promised_blocks += seq.num_promised_blocks
+            return True
+        if seq.beams is not None:
+            is_served = self._try_serve_beams(seq.beams, 0)
+            assert is_served, f"{seq} was admitted, but {self._kv.num_available_blocks} free blocks fail its beams"
+            self._num_promised_blocks += self._num_future_blocks(seq, 1)
             return True
         num_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, self.num_tokens_left)
         new_block_ids = self._kv.allocate_slots(seq, num_tokens)
@@ -176,6 +200,7 @@ class StepAdder:
             block_copies=block_copies,
             swap_outs=swap_outs,
             swap_ins=swap_ins,
+            row_tokens=tuple(self._row_tokens),
         )
 
     def _num_forked_tokens(self, seq: Sequence, hit: list[Block]) -> int:
@@ -187,6 +212,12 @@ class StepAdder:
         num_tokens = min(seq.num_prompt_tokens, seq.num_tokens - 1)
         is_waiting = seq.status is SequenceStatus.WAITING
         return num_tokens if is_waiting and num_tokens >= len(hit) * self._kv.block_size else 0
+
+    def _num_new_blocks(self, seq: Sequence, num_behind: int) -> int:
+        """Free blocks that serving `seq`, with all its beams, would take; not above 0 where it would take none."""
+        if seq.beams is not None:
+            return num_new_blocks(seq.beams.plan(self._kv, self.num_tokens_left, num_behind), self._kv)
+        return self._kv.num_new_blocks(seq, self._num_chunk_tokens(seq, num_behind))
 
     def _num_chunk_tokens(self, seq: Sequence, num_behind: int) -> int:
         num_tokens = len(seq.token_ids) - seq.num_computed_tokens
@@ -209,14 +240,16 @@ class StepAdder:
                     sampling=seq.sampling,
                     seed=seq.seed,
                     block_ids=seq.block_table.block_ids(),
+                    num_candidates=0 if seq.beams is None else seq.beams.num_candidates,
                 )
             )
         elif new_block_ids:
             self._new_blocks.append(NewBlocks(seq.seq_id, new_block_ids))
-        is_decoding = is_sampled and seq.family is None
+        is_decoding = is_sampled and seq.family is None and seq.beams is None
         seq.num_decode_slots = len(seq.block_table.blocks) * self._kv.block_size if is_decoding else 0
         # Until it needs a block again, it is promised as many: one more token of a decode changes nothing.
-        seq.num_promised_blocks = self._num_future_blocks(seq, 1)
+        if seq.beams is None:
+            seq.num_promised_blocks = self._num_future_blocks(seq, 1)
 
     def _fits(self, seq: Sequence, hit: list[Block]) -> bool:
         num_spare = 1 << min(seq.num_preemptions, MAX_BACKOFF_DOUBLINGS)
@@ -229,6 +262,8 @@ class StepAdder:
 
         The last token that may be generated needs no slot: nothing comes after it that would attend to it.
         """
+        if seq.beams is not None:
+            return seq.beams.num_future_blocks(self._kv, num_spare)
         block_size = self._kv.block_size
         num_tokens = min(len(seq.token_ids) + num_spare * block_size, seq.max_num_tokens - 1)
         num_missing = -(-num_tokens // block_size) - len(seq.block_table.blocks)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 
-from scheduler.output import FinishReason, SchedulerStats, SequenceOutput, SequenceStats
+from scheduler.output import FinishReason, Hypothesis, SchedulerStats, SequenceOutput, SequenceStats
 from scheduler.sampling_params import SamplingParams
 from worker.engine import EngineRequest, StepTimes
 from worker.engine_config import EngineInfo
@@ -151,12 +151,12 @@ def _pack_output(output: SequenceOutput) -> list[Any]:
     stats = None if output.stats is None else astuple(output.stats)
     return [
         output.seq_id, output.new_token_ids, output.finish_reason, output.error, stats, output.is_out_of_memory,
-        output.logprob,
+        output.logprob, [astuple(hypothesis) for hypothesis in output.hypotheses],
     ]  # fmt: skip
 
 
 def _unpack_output(values: SequenceABC[Any]) -> SequenceOutput:
-    seq_id, new_token_ids, reason, error, stats, is_out_of_memory, logprob = values
+    seq_id, new_token_ids, reason, error, stats, is_out_of_memory, logprob, hypotheses = values
     return SequenceOutput(
         seq_id,
         tuple(new_token_ids),
@@ -165,6 +165,9 @@ def _unpack_output(values: SequenceABC[Any]) -> SequenceOutput:
         None if stats is None else SequenceStats(*stats),
         is_out_of_memory,
         logprob,
+        tuple(
+            Hypothesis(tuple(token_ids), total, score, FinishReason(end)) for token_ids, total, score, end in hypotheses
+        ),
     )
 
 

@@ -9,6 +9,7 @@ import structlog
 
 from model.errors import ModelError
 from model.tokenizer import Tokenizer
+from scheduler.beam_intake import why_no_room
 from worker.choices import Choices
 from worker.engine import EngineRequest
 from worker.engine_config import EngineInfo
@@ -259,7 +260,15 @@ def check_fits(request: GenerateRequest, prompt_ids: tuple[int, ...], info: Engi
             f"the prompt has {num_prompt} tokens, {max_tokens or 1} are to be generated, {limit} fit in all: {advice}",
             details,
         )
-    return max_tokens if max_tokens is not None else limit - num_prompt
+    num_generated = max_tokens if max_tokens is not None else limit - num_prompt
+    reason = why_no_room(
+        request.sampling, num_prompt, num_prompt + num_generated, info.max_num_seqs, info.num_blocks, info.block_size
+    )
+    if reason is not None:
+        details = {"prompt_tokens": num_prompt, "beam_width": request.sampling.beam_width}
+        is_wide = request.sampling.beam_width > info.max_num_seqs
+        raise JobError(ErrorCode.BAD_REQUEST if is_wide else ErrorCode.CONTEXT_TOO_LONG, reason, details)
+    return num_generated
 
 
 def check_token_ids(name: str, ids: Collection[int], info: EngineInfo) -> None:

@@ -194,7 +194,7 @@ class JobsInFlight:
         """Have the engine stop whatever it still computes of the job."""
         if job.choices is None or self._table.by_seq_id(job.seq_ids[0]) is None:
             return
-        for seq_id, generation in zip(job.seq_ids, job.choices.generations, strict=True):
-            if self.engine is not None and not generation.is_finished:
+        for seq_id in job.choices.unfinished_ids:
+            if self.engine is not None:
                 self.engine.abort(seq_id)
         self._table.leave_engine(job)

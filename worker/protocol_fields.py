@@ -8,7 +8,7 @@ import contextlib
 import re
 from collections.abc import Mapping
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Literal
 
 from worker.errors import ErrorCode, JobError
 from worker.protocol_codec import MalformedError, decode_json
@@ -51,6 +51,9 @@ BODY_FIELDS: Mapping[str, Kind] = {
     "ignore_eos": Kind.BOOL,
     "n": Kind.INT,
     "best_of": Kind.INT,
+    "beam_width": Kind.INT,
+    "length_penalty": Kind.FLOAT,
+    "early_stopping": Kind.TEXT,
     "model": Kind.TEXT,
     "stream": Kind.BOOL,
     "chunk_ms": Kind.INT,
@@ -61,7 +64,6 @@ BODY_FIELDS: Mapping[str, Kind] = {
 
 # Fields of the protocol that this version doesn't do yet, with the values that ask for nothing.
 NOT_YET_FIELDS: Mapping[str, tuple[Kind, tuple[Any, ...]]] = {
-    "beam_width": (Kind.INT, (0, 1)),
     "min_tokens": (Kind.INT, (0,)),
     "min_p": (Kind.FLOAT, (0,)),
     "presence_penalty": (Kind.FLOAT, (0,)),
@@ -170,6 +172,17 @@ def as_bool(name: str, value: Any) -> bool:
     if type(value) is int and value in (0, 1):
         return value == 1
     raise bad_request(f"{name} is {kind_name(value)}: use true or false")
+
+
+def as_bool_or_never(name: str, value: Any) -> bool | Literal["never"]:
+    """True or false, in either form's spelling, or the word never."""
+    if value == "never":
+        return "never"
+    if type(value) is not str:
+        return as_bool(name, value)
+    if value not in _TRUE | _FALSE:
+        raise bad_request(f"{name} is {shown(value)}: use 1, 0 or never")
+    return value in _TRUE
 
 
 def as_text(name: str, value: Any) -> str:

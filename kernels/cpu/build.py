@@ -32,6 +32,7 @@ BODIES: Final = {
     "rms_norm": ("elementwise", 1),
     "silu_and_mul": ("elementwise", 1),
     "sample": ("sampling", 1),
+    "top_logprobs": ("top_logprobs", 1),
 }
 _lock = threading.Lock()
 _loaded: dict[str, Any] = {}

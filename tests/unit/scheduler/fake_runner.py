@@ -18,6 +18,7 @@ from zlib import crc32
 
 from scheduler import (
     ModelRunnerOutput,
+    SamplingParams,
     Scheduler,
     SchedulerOutput,
     Sequence,
@@ -25,7 +26,10 @@ from scheduler import (
     Transfer,
     TransferResult,
 )
+from scheduler.beam_search import BeamSearch, num_candidates
 from scheduler.invariants import check
+from scheduler.output import Candidate, Hypothesis
+from scheduler.stopping import end_tokens
 
 VOCAB_SIZE = 50
 
@@ -53,12 +57,33 @@ def generate(root: str, token_ids: Iterable[int], num_tokens: int) -> list[int]:
     return generated
 
 
+def candidates(print_: int, num: int) -> tuple[Candidate, ...]:
+    """What a beam may go on with after a prefix, by the made-up model: as good as never two equally likely."""
+    made = [Candidate(token, -(hash((print_, token, "beam")) % 100_003) / 30_000) for token in range(VOCAB_SIZE)]
+    return tuple(sorted(made, key=lambda candidate: -candidate.logprob)[:num])
+
+
+def search(
+    root: str, prompt: list[int], sampling: SamplingParams, max_tokens: int, eos_token_ids: frozenset[int]
+) -> list[Hypothesis]:
+    """What beam search over the made-up model finds for a prompt, on its own."""
+    ends = end_tokens(sampling, eos_token_ids)
+    made = BeamSearch(sampling.beam_width, max_tokens, sampling.length_penalty, sampling.early_stopping)
+    beams: list[list[int]] = [[]]
+    while not made.is_done:
+        last = [fingerprint(root, prompt + beam)[-1] for beam in beams]
+        each = [candidates(print_, num_candidates(sampling.beam_width, len(ends))) for print_ in last]
+        beams = [[*beams[next_.parent], next_.token_id] for next_ in made.advance(each, beams, ends.get)]
+    return made.hypotheses[: sampling.n]
+
+
 @dataclass
 class Row:
     """What the runner keeps of one sequence."""
 
     prints: list[int]
     block_ids: list[int]
+    num_candidates: int
     num_computed_tokens: int | None = None
 
     @property
@@ -112,7 +137,13 @@ class FakeRunner:
             del self.rows[seq_id]
         for new in output.new_rows:
             assert new.seq_id not in self.rows, f"{new.seq_id} is new, but has a row"
-            self.rows[new.seq_id] = Row(fingerprint(self._root_of(new.seq_id), new.token_ids), list(new.block_ids))
+            prints = fingerprint(self._root_of(new.seq_id), new.token_ids)
+            self.rows[new.seq_id] = Row(prints, list(new.block_ids), new.num_candidates)
+        for chosen in output.row_tokens:
+            row = self.rows[chosen.seq_id]
+            assert row.num_candidates, f"{chosen} is no beam's"
+            assert chosen.position == row.num_tokens - 1, f"{chosen} of a row with {row.num_tokens} tokens"
+            row.prints[-1] = hash((row.prints[-2], chosen.token_id))
         for new_blocks in output.new_blocks:
             assert new_blocks.block_ids, f"{new_blocks} brings no blocks"
             self.rows[new_blocks.seq_id].block_ids += new_blocks.block_ids
@@ -120,7 +151,7 @@ class FakeRunner:
         self._copy_on_write(output)
         targets = {copy.dst for copying in self.copying if not copying.is_out for copy in copying.transfer.copies}
         written: set[tuple[int, int]] = set()
-        sampled = {}
+        sampled, found = {}, {}
         chunks = output.chunks
         for seq_id, start, count, is_sampled in zip(
             chunks.seq_ids, chunks.starts, chunks.num_tokens, chunks.is_sampled, strict=True
@@ -145,9 +176,11 @@ class FakeRunner:
                 row = self.rows[seq_id]
                 self._verify(seq_id, row)
                 sampled[seq_id] = draw(row.prints[-1])
+                if row.num_candidates:
+                    found[seq_id] = candidates(row.prints[-1], row.num_candidates)
                 row.prints.append(hash((row.prints[-1], sampled[seq_id])))
         assert len(set(chunks.seq_ids)) == len(chunks), "a sequence has two chunks"
-        return ModelRunnerOutput(sampled, failing, self._end_copies())
+        return ModelRunnerOutput(sampled, failing, self._end_copies(), candidates=found)
 
     def _begin_copies(self, output: SchedulerOutput) -> None:
         rng = self.faults.rng

@@ -19,6 +19,7 @@ from scheduler import (
     Sequence,
     Transfer,
 )
+from scheduler.beam_blocks import each_beam
 from scheduler.family import Family
 from scheduler.hit_sampling import HitSampler
 from scheduler.kv_cache_manager import KVCacheManager
@@ -196,6 +197,7 @@ class RandomLife:
                 self.add()
                 if self.rng.random() < 0.2:
                     self.add_family()
+                self.add_more()
             states = sorted({self.state(seq) for seq in self.alive.values()})
             rarest = min(states, key=lambda each: self.events[f"aborted {each}"], default="")
             if states and (self.rng.random() < 0.08 or self.is_wanted(f"aborted {rarest}")):
@@ -241,6 +243,12 @@ class RandomLife:
         self.driver.add(seq)
         self.alive[seq_id] = seq
         self.expected[seq_id] = tokens[num_before:]
+
+    def add_more(self) -> None:
+        """For lives with sequences of other kinds."""
+
+    def count_more(self) -> None:
+        """What else is to be counted in a step that is scheduled, but not updated."""
 
     def make_prompt(self) -> list[int]:
         rng = self.rng
@@ -325,18 +333,19 @@ class RandomLife:
         before = scheduler.stats()
         failing = {}
         if len(scheduler.running) > 1 and rng.random() < 0.02:
-            failing[rng.choice([seq.seq_id for seq in scheduler.running])] = "no number to choose from"
+            failing[rng.choice([seq.seq_id for seq in each_beam(scheduler.running)])] = "no number to choose from"
 
         def between(output: SchedulerOutput) -> None:
             stats = scheduler.stats()
             self.events["preempted by recompute"] += stats.num_preemptions_recompute - before.num_preemptions_recompute
             self.count_swaps(output, before)
+            self.count_more()
             self.events["hit"] += stats.prefix_hit_tokens > before.prefix_hit_tokens
             self.events["forked"] += stats.num_forks - before.num_forks
             self.events["copied before a write"] += stats.num_copied_blocks - before.num_copied_blocks
             self.events["evicted"] += len(names_before - self.names())
             if output.chunks and rng.random() < 0.02:
-                self.abort(rng.choice(output.chunks.seq_ids), is_in_step=True)
+                self.abort(rng.choice(output.chunks.seq_ids).partition("/")[0], is_in_step=True)  # a beam's search
 
         outputs = self.driver.step(failing, between)
         for seq_output in outputs:
