@@ -26,19 +26,20 @@ def top_logprobs(logits: torch.Tensor, k: int, vocab_limit: int) -> tuple[torch.
 def _with_torch(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, vocab_size = logits.shape
     usable = logits.masked_fill(~logits.isfinite(), -torch.inf)
-    # Bits of a float32 in the order of the numbers, then the id from the end: `topk` has no order among equals.
-    bits = usable.contiguous().view(torch.int32).long()
-    ordered = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
-    tokens = torch.arange(vocab_size, device=logits.device)
-    keys = (ordered << 32) + (vocab_size - 1 - tokens)
-    ids = keys.topk(min(k, vocab_size), dim=1).indices
-    chosen = usable.gather(1, ids).double()
-    logprobs = chosen - usable.double().logsumexp(dim=1, keepdim=True)
+    num_found = min(k, vocab_size)
+    # `topk` has no order among equals, so it only tells how large the last one is; of its equals the first are taken.
+    cut = usable.topk(num_found, dim=1).values[:, -1:]
+    is_above, is_equal = usable > cut, usable == cut
+    num_wanted = num_found - is_above.sum(dim=1, keepdim=True)
+    is_kept = is_above | (is_equal & (is_equal.cumsum(dim=1) <= num_wanted))
+    ids = is_kept.nonzero()[:, 1].reshape(num_rows, num_found)
+    chosen, order = usable.gather(1, ids).sort(dim=1, descending=True, stable=True)
     is_missing = chosen == -torch.inf
+    logprobs = chosen.double() - usable.double().logsumexp(dim=1, keepdim=True)
     values = torch.full((num_rows, k), -torch.inf, dtype=torch.float64, device=logits.device)
     found = torch.full((num_rows, k), -1, device=logits.device)
-    values[:, : ids.shape[1]] = logprobs.masked_fill(is_missing, -torch.inf)
-    found[:, : ids.shape[1]] = ids.masked_fill(is_missing, -1)
+    values[:, :num_found] = logprobs.masked_fill(is_missing, -torch.inf)
+    found[:, :num_found] = ids.gather(1, order).masked_fill(is_missing, -1)
     return values, found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from model.decoder import Decoder
 from model.input_batch import SamplingRows
 from model.model_runner import ModelRunner
 from model.sampler import Sampler
@@ -259,6 +260,27 @@ def test_a_stop_token_ends_a_hypothesis_and_is_no_part_of_its_text(llm: LLM) -> 
     assert first.token_ids[-1] == stop
     assert first.text == llm.tokenizer.decode(first.token_ids[:-1])
     assert cut.choices[0].token_ids.count(stop) == 1
+
+
+def test_beams_whose_step_is_split_for_want_of_memory_find_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (whole,) = llm.generate("what is likeliest", BEAMS)
+    num_splits, hidden, limit = llm.engine.stats().num_step_splits, Decoder.hidden, 3
+
+    def short_of_memory(self: Decoder, input_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if len(input_ids) > limit:
+            raise torch.OutOfMemoryError(f"no memory for {len(input_ids)} tokens")
+        return hidden(self, input_ids, *rest)
+
+    monkeypatch.setattr(Decoder, "hidden", short_of_memory)
+    (parts,) = llm.generate("what is likeliest", BEAMS)
+    assert [choice.token_ids for choice in parts.choices] == [choice.token_ids for choice in whole.choices]
+    assert llm.engine.stats().num_step_splits > num_splits
+    limit = 0
+    (failed,) = llm.generate("and of this", BEAMS)
+    (only,) = failed.choices
+    assert only.finish_reason is FinishReason.ERROR
+    assert "out of memory" in (only.error or "")
+    assert not llm.engine.has_work
 
 
 def test_beams_that_never_fit_are_refused_with_numbers_before_anything_runs(llm: LLM) -> None:

@@ -59,7 +59,7 @@ def generate(root: str, token_ids: Iterable[int], num_tokens: int) -> list[int]:
 
 def candidates(print_: int, num: int) -> tuple[Candidate, ...]:
     """What a beam may go on with after a prefix, by the made-up model: as good as never two equally likely."""
-    made = [Candidate(token, -(hash((print_, token, "beam")) % 100_003) / 30_000) for token in range(VOCAB_SIZE)]
+    made = [Candidate(token, -(hash((print_, token, 1)) % 100_003) / 30_000) for token in range(VOCAB_SIZE)]
     return tuple(sorted(made, key=lambda candidate: -candidate.logprob)[:num])
 
 
