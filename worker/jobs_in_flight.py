@@ -1,9 +1,10 @@
 """What happens to open jobs: tokens come in, replies go out, and each ends in exactly one way.
 
-ended    its terminal event is written        ─► settle
-abandoned  its reply was deleted by the client ─► settle, nothing to write
-fenced, lost  another worker has it            ─► forget: nothing is written, nothing settled
-handed over   this worker stops                ─► a peer goes on after the last event
+ended         its terminal event is written     ─► settle
+abandoned     its reply was deleted by the client ─► settle, nothing to write
+fenced, lost  another worker has it             ─► forget: nothing is written, nothing settled
+orphaned      its entry, group or lane is gone  ─► it goes on here, since nobody else can be given it
+handed over   this worker stops                 ─► a peer goes on after the last event
 """
 
 import asyncio

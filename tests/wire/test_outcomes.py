@@ -204,6 +204,18 @@ async def test_an_orphan_is_settled_like_any_other_and_never_comes_again(
     assert await peer.source.take(8) == []
 
 
+async def test_a_settled_entry_never_comes_again_though_its_record_is_lost(
+    make_worker: MakeWorker, raw: RespClient
+) -> None:
+    worker, peer = make_worker("w"), make_worker("peer")
+    entry = await running(worker)
+    raw.call("DEL", worker.keys.state("a"))
+    raw.call("XGROUP", "DESTROY", worker.keys.jobs("normal"), "workers")
+    assert await worker.outcomes.settle(worker.envelope(entry), "done") is SettleStatus.GONE
+    await peer.source.ensure_groups()
+    assert await peer.source.take(8) == []
+
+
 async def test_a_record_of_another_type_keeps_no_job_on_the_queue(make_worker: MakeWorker, raw: RespClient) -> None:
     worker = make_worker("w")
     entry = await running(worker)

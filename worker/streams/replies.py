@@ -20,6 +20,8 @@ from worker.streams.scripts import OpenResult, OpenStatus, Scripts
 log = structlog.get_logger(__name__)
 
 RUN_TTL_MS = 24 * 3600 * 1000
+# No connection's number: the reply's last id is not known, though no connection was lost.
+IN_DOUBT = 0
 
 
 @dataclass(slots=True)
@@ -89,7 +91,7 @@ class Replies:
     def doubt(self, writer: ReplyWriter) -> None:
         """Somebody else may have written: before the next write, and at once, the reply's last id is compared."""
         if writer in self._live:
-            self._live[writer].generation = 0
+            self._live[writer].generation = IN_DOUBT
             self._mark_dirty(writer)
 
     def discard(self, writer: ReplyWriter) -> None:
@@ -178,6 +180,8 @@ class Replies:
             in_doubt = writer.in_flight.entry_id if writer.in_flight is not None else None
             if last_id is not None and last_id == in_doubt:
                 self._acknowledge(writer)
+            elif last_id is None and self._live[writer].generation == IN_DOUBT:
+                self._close(writer, ReplyStatus.ABANDONED)  # no connection was lost, so the client deleted it
             elif last_id != writer.last_id:
                 await self._after_lost_writes(writer, last_id)
             if writer in self._live:

@@ -4,7 +4,7 @@
 -- ARGV  1 group  2 consumer  3 entry id  4 lane  5 digest  6 model  7 run_ttl ms
 --       8 the caller's own attempt of this reply, 0 if it has none  9 tenant
 --
--- Answers {'lost'}                                          the entry is not this consumer's
+-- Answers {'lost'}                                          the entry is another consumer's, or gone unopened
 --         {'duplicate'} or {'conflict'}                     the id belongs to another entry: drop this one
 --         {'ended', e, code, usage or nil}                  the reply has its terminal event: settle
 --         {'blocked', key}                                  what is under that key leaves no way to answer
@@ -16,17 +16,16 @@ local TERMINAL = '18446744073709551615'
 -- Beyond it Lua can't count up. No worker gets there, so somebody typed such an attempt.
 local LARGEST = 2 ^ 53
 
-local pending = redis.pcall('XPENDING', lane_key, group, entry_id, entry_id, 1, consumer)
-if pending.err then
-  local is_gone = string.find(pending.err, 'NOGROUP', 1, true) or string.find(pending.err, 'WRONGTYPE', 1, true)
-  if is_gone then return {'lost'} end
-  return pending
-end
-if #pending == 0 then return {'lost'} end
-
 local function is_wrong_type(answer)
   return answer.err and string.find(answer.err, 'WRONGTYPE', 1, true)
 end
+
+local pending = redis.pcall('XPENDING', lane_key, group, entry_id, entry_id, 1)
+if pending.err then
+  if not (is_wrong_type(pending) or string.find(pending.err, 'NOGROUP', 1, true)) then return pending end
+  pending = {}
+end
+if #pending > 0 and pending[1][2] ~= consumer then return {'lost'} end
 
 local function field(fields, name)
   for i = 1, #fields, 2 do
@@ -55,6 +54,10 @@ local this_entry = lane .. '/' .. entry_id
 local state_attempt = tonumber(string.match(record[4] or '', '^%d+$') or '0')
 if state_attempt >= LARGEST then state_attempt = 0 end
 local is_same, is_stale = record[1] == this_entry, false
+-- The entry, its group or its lane was deleted after the job was opened. Nobody can be given it, so whoever has it goes
+-- on; the fence leaves one of them.
+local is_begun = is_same and (record[3] == 'running' or record[3] == 'queued')
+if #pending == 0 and not is_begun then return {'lost'} end
 if record[1] and not is_same then
   local other_lane, other_id = string.match(record[1], '^(%a+)/(%d+%-%d+)$')
   local other_key = ({high = KEYS[5], normal = KEYS[6], low = KEYS[7]})[other_lane]
@@ -105,7 +108,9 @@ redis.call('HSET', state_key, 'entry', this_entry, 'digest', digest, 'status', '
   'opened', string.format('%.0f', now))
 redis.call('PEXPIRE', state_key, run_ttl)
 -- From here on the delivery count says how often the entry was delivered since it was last opened.
-redis.call('XCLAIM', lane_key, group, consumer, 0, entry_id, 'RETRYCOUNT', 0, 'JUSTID')
+if #pending > 0 then
+  redis.call('XCLAIM', lane_key, group, consumer, 0, entry_id, 'RETRYCOUNT', 0, 'JUSTID')
+end
 
 local mark = redis.pcall('GET', cancel_key)
 if type(mark) == 'table' then mark = is_wrong_type(mark) and '' or false end

@@ -26,7 +26,10 @@ end
 local is_ours = record[1] == ARGV[4] .. '/' .. entry_id
 if #pending == 0 then
   -- Not pending, but the record says that it runs here: the entry, its group or its lane was deleted under us.
-  if not (is_ours and record[2] == consumer and record[3] == 'running') then return 'gone' end
+  if not (is_ours and record[2] == consumer and record[3] == 'running') then
+    redis.pcall('XDEL', KEYS[1], entry_id)  -- an entry that is settled must not be delivered by a new group
+    return 'gone'
+  end
   answer = 'gone'
 end
 -- A full server still allows XACK, and after a script's first write it allows the rest. Where the lane is a lane no
