@@ -1,5 +1,7 @@
 """Threads of a step, and the cache's memory."""
 
+import ctypes
+import errno
 import os
 import sys
 import time
@@ -110,7 +112,7 @@ def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 
     def madvise(address: int, num_bytes: int, advice: int) -> int:
         calls.append(num_bytes)
-        memory.ctypes.set_errno(memory.errno.ENOMEM)
+        ctypes.set_errno(errno.ENOMEM)
         return 0 if len(calls) < 3 else -1
 
     monkeypatch.setattr(memory, "_madvise", lambda: madvise)
