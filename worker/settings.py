@@ -127,7 +127,7 @@ class Settings(BaseSettings):
     block_size: Annotated[int, AfterValidator(_block_size)] = 16
     """Tokens in one block of the KV cache: 8, 16, 32 or 64."""
     num_kv_blocks: int | None = Field(default=None, ge=1, json_schema_extra=_shown("from the free memory"))
-    """Blocks of the KV cache, whose memory is taken at start: by default a quarter of what is free, at most 2 GiB."""
+    """Blocks of the KV cache. On the CPU by default a quarter of the free memory, at most 2 GiB; taken at start."""
     gpu_memory_utilization: float = Field(default=0.88, gt=0, le=1)
     """Share of the GPU's memory that weights, activations and KV cache may take together."""
     max_num_seqs: int = Field(default=128, ge=1, le=4096)
