@@ -90,13 +90,14 @@ def set_cache_root(folder: Path | None) -> None:
 
 
 def is_compiled(dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int) -> bool:
-    """True where such a model on the CPU starts without compiling: its kernels are cached on disk, or it needs none."""
+    """True where such a model on the CPU starts without compiling: its kernels are loaded or cached on disk, or it
+    needs none."""
     names = _needed(dtype, head_dim, num_heads, num_kv_heads)
     if not names:
         return True
-    from kernels.cpu.build import is_cached
+    from kernels.cpu.build import is_at_hand
 
-    return all(is_cached(name) for name in names)
+    return all(is_at_hand(name) for name in names)
 
 
 def warmup(

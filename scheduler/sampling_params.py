@@ -24,8 +24,9 @@ class SamplingParams:
     temperature: 0 is greedy (argmax of the raw logits, the first index wins a tie).
     top_k: keep the k likeliest tokens; 0 keeps all. top_p: keep the smallest set of likeliest tokens whose
         probabilities reach p; 1 keeps all.
-    seed: the noise of a draw is a pure function of (seed, position), so one seed gives one text, alone or
-        in any batch. None: the engine draws a seed.
+    seed: the noise of a draw is a pure function of (seed, position), so from the same logits one seed gives one text,
+        alone or in any batch. Logits are the same to the bit with the compiled kernels (float32 on the CPU); elsewhere
+        they round by batch size, so a near tie may fall otherwise. None: the engine draws a seed.
     max_tokens: tokens to generate; None means what is left of the context.
     stop: generation ends where one of these strings appears in the generated text. The text up to it is
         kept, with it if `include_stop`.

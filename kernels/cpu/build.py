@@ -63,6 +63,11 @@ def is_cached(name: str) -> bool:
     return held is not None and held.is_intact(name, BODIES[name][0])
 
 
+def is_at_hand(name: str) -> bool:
+    """True where nothing has to be compiled to call the body: it is loaded, or in the cache on disk."""
+    return name in _loaded or is_cached(name)
+
+
 def address(name: str) -> int:
     """Address of the C function of a body of BODIES, compiled or loaded on the first call."""
     held = _loaded.get(name)

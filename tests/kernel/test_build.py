@@ -266,6 +266,19 @@ def test_warm_up_tells_its_progress_and_leaves_nothing_to_compile() -> None:
     assert kernels.is_compiled(torch.float32, 64, 9, 3)
 
 
+def test_a_model_is_compiled_once_all_its_kernels_are_loaded_or_on_disk(
+    cache_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "BODIES", {KERNEL: build.BODIES[KERNEL]})
+    with fresh_start(cache_copy):
+        assert kernels.is_compiled(torch.float32, 64, 9, 3)
+        empty(next(cache_copy.rglob("*.nbc")))
+        assert not kernels.is_compiled(torch.float32, 64, 9, 3)
+        build.address(KERNEL)
+        shutil.rmtree(cache_copy)
+        assert kernels.is_compiled(torch.float32, 64, 9, 3)
+
+
 def test_a_model_of_another_dtype_has_nothing_to_compile() -> None:
     told: list[int] = []
     kernels.warmup(torch.bfloat16, 64, 9, 3, lambda done, total, name: told.append(total))
