@@ -26,8 +26,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-@dataclass(frozen=True, slots=True)
-class NewRow:
+class NewRow(NamedTuple):
     """A sequence that enters the runner's input batch: new, or back after a preemption.
 
     `token_ids` are all known tokens (prompt and generated so far); `block_ids` all its physical blocks in
