@@ -430,7 +430,7 @@ def live(params: Params, seed: int, num_steps: int) -> str:
     return f"seed {seed}, {num_steps:,} steps: {counts}"
 
 
-@pytest.mark.parametrize("index", [0, 3, 6, 7, 14, 15, 17, 20, 21, 22, 24, 28, 29])
+@pytest.mark.parametrize("index", [0, 3, 6, 7, 14, 15, 17, 20, 21, 22, 28, 29])
 def test_a_random_life_keeps_every_invariant_and_every_token(index: int) -> None:
     live(PARAMS[index], random.randrange(10**6), num_steps=4_000)
 
