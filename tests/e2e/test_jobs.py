@@ -173,13 +173,6 @@ def test_a_job_cancelled_before_it_was_sent_never_runs(queue: Queue) -> None:
     assert reply.ids == []
 
 
-def test_a_deadline_passes_while_the_job_runs(queue: Queue) -> None:
-    reply = queue.run(prompt="late", max_tokens=2000, ttl_ms=40, chunk_ms=1000, **GREEDY)
-    if reply.terminal["e"] == "error":  # a fast machine may finish it before anybody looks at the time
-        assert reply.terminal["code"] == "deadline_exceeded"
-        assert json.loads(reply.terminal["details"])["where"] in ("running", "queued")
-
-
 def test_a_job_that_waited_past_its_deadline_costs_no_token(queue: Queue) -> None:
     past = int(queue.redis.call("TIME")[0]) * 1000 - 5000
     reply = queue.run(prompt="too late", deadline_ms=past)

@@ -10,12 +10,11 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import fresh_keys
-from tests.e2e.workers import Queue, WorkerProcess, eventually
+from tests.e2e.workers import Queue, Reply, WorkerProcess, eventually
 
 NUM_BLOCKS = 50
-NUM_PROMPT_TOKENS = 350
-# Two such jobs begin side by side, and after some fifty tokens there is room for one: the second gives way.
-NUM_NEW_TOKENS = 440
+# Two such jobs begin side by side, and half way there is room for one of them only: the second gives way.
+NUM_NEW_TOKENS = 740
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": 1}
 
 
@@ -34,10 +33,19 @@ def served(
     queue.close()
 
 
-def prompt_of(seed: int, num_tokens: int = NUM_PROMPT_TOKENS) -> str:
+def prompt_of(seed: int, num_tokens: int) -> str:
     """Random token ids, as the field `tokens` has them."""
     rng = random.Random(seed)
     return json.dumps([rng.randrange(256) for _ in range(num_tokens)])
+
+
+LONG: dict[str, Any] = {"tokens": prompt_of(1, 40), "max_tokens": NUM_NEW_TOKENS, **GREEDY}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(served: tuple[WorkerProcess, Queue]) -> list[int]:
+    """What LONG gives on its own."""
+    return served[1].run(**LONG).ids
 
 
 def metric(worker: WorkerProcess, name: str) -> float:
@@ -54,23 +62,22 @@ def expect_nothing_left(worker: WorkerProcess, queue: Queue) -> None:
 
 
 class Pair:
-    """Two jobs of which the second is swapped, and an engine that stands still since then."""
+    """LONG and another job, which has been swapped; and an engine that stands still since then."""
 
     def __init__(self, worker: WorkerProcess, queue: Queue, **second: Any) -> None:
-        self.job = {"tokens": prompt_of(1), "max_tokens": NUM_NEW_TOKENS, **GREEDY}
         self.queue = queue
-        self.first = queue.enqueue(**self.job)
+        self.first = queue.enqueue(**LONG)
         eventually(lambda: queue.reply(self.first).ids, "the first tokens")
-        self.second = queue.enqueue(tokens=prompt_of(2), max_tokens=NUM_NEW_TOKENS, **GREEDY, **second)
+        self.second = queue.enqueue(tokens=prompt_of(2, 20), max_tokens=NUM_NEW_TOKENS, **GREEDY, **second)
         eventually(lambda: metric(worker, "pagemill_sequences_swapped") == 1, "the second to be swapped")
         self.engine: psutil.Process = worker.engine()
         self.engine.suspend()
         assert queue.reply(self.first).events[-1][1]["e"] == "token", "the first ended before the engine stood still"
 
-    def finish(self) -> None:
-        """The engine goes on, and the first job has not noticed anything."""
+    def finish(self) -> Reply:
+        """The engine goes on; the reply of the first job."""
         self.engine.resume()
-        assert self.queue.wait(self.first).ids == self.queue.run(**self.job).ids
+        return self.queue.wait(self.first)
 
 
 def test_prompts_that_can_never_fit_are_refused_by_name_and_the_worker_serves_on(
@@ -87,34 +94,33 @@ def test_prompts_that_can_never_fit_are_refused_by_name_and_the_worker_serves_on
     expect_nothing_left(worker, queue)
 
 
-def test_a_swapped_job_is_cancelled(served: tuple[WorkerProcess, Queue]) -> None:
+def test_a_swapped_job_is_cancelled(served: tuple[WorkerProcess, Queue], undisturbed: list[int]) -> None:
     worker, queue = served
     pair = Pair(worker, queue)
     queue.cancel(pair.second)
     reply = queue.wait(pair.second)
     assert (reply.terminal["code"], json.loads(reply.terminal["details"])) == ("cancelled", {"where": "running"})
     assert 0 < len(reply.ids) < NUM_NEW_TOKENS
-    pair.finish()
+    assert pair.finish().ids == undisturbed
     expect_nothing_left(worker, queue)
 
 
-def test_a_swapped_job_ends_at_its_deadline(served: tuple[WorkerProcess, Queue]) -> None:
+def test_a_swapped_job_ends_at_its_deadline(served: tuple[WorkerProcess, Queue], undisturbed: list[int]) -> None:
     worker, queue = served
-    pair = Pair(worker, queue, ttl_ms=4000)
+    pair = Pair(worker, queue, ttl_ms=5000)
     reply = queue.wait(pair.second)
     assert reply.terminal["code"] == "deadline_exceeded"
     assert json.loads(reply.terminal["details"]) == {"where": "running"}
     assert 0 < len(reply.ids) < NUM_NEW_TOKENS
-    pair.finish()
+    assert pair.finish().ids == undisturbed
     expect_nothing_left(worker, queue)
 
 
 def test_a_job_that_decodes_ends_at_its_deadline_and_what_it_has_told_stands(
-    served: tuple[WorkerProcess, Queue],
+    served: tuple[WorkerProcess, Queue], undisturbed: list[int]
 ) -> None:
     worker, queue = served
-    job = {"tokens": prompt_of(3), "max_tokens": NUM_NEW_TOKENS, **GREEDY}
-    job_id = queue.enqueue(**job, ttl_ms=1500)
+    job_id = queue.enqueue(**LONG, ttl_ms=2500)
     eventually(lambda: queue.reply(job_id).ids, "tokens to come")
     engine = worker.engine()
     engine.suspend()
@@ -123,7 +129,7 @@ def test_a_job_that_decodes_ends_at_its_deadline_and_what_it_has_told_stands(
     assert reply.terminal["code"] == "deadline_exceeded"
     assert json.loads(reply.terminal["details"]) == {"where": "running"}
     assert 0 < len(reply.ids) < NUM_NEW_TOKENS
-    assert queue.run(**job).ids[: len(reply.ids)] == reply.ids
+    assert reply.ids == undisturbed[: len(reply.ids)]
     expect_nothing_left(worker, queue)
 
 
@@ -131,14 +137,15 @@ def test_a_preemption_shows_in_the_log_in_the_metrics_and_in_the_receipt(served:
     worker, queue = served
     before = metric(worker, 'pagemill_preemptions_total{mode="swap"}')
     num_lines = len(told(worker))
-    jobs = [queue.enqueue(tokens=prompt_of(n), max_tokens=NUM_NEW_TOKENS, **GREEDY) for n in (4, 5)]
-    receipts = [queue.wait(job_id).field("receipt") for job_id in jobs]
-    assert [receipt["preemptions"] > 0 for receipt in receipts] == [False, True]
-    assert receipts[1]["swapped_bytes"] > 0
-    assert receipts[1]["recomputed_tokens"] == 0
+    pair = Pair(worker, queue)
+    assert pair.finish().field("receipt")["preemptions"] == 0
+    receipt = queue.wait(pair.second).field("receipt")
+    assert receipt["preemptions"] > 0
+    assert receipt["swapped_bytes"] > 0
+    assert receipt["recomputed_tokens"] == 0
     num_swapped = metric(worker, 'pagemill_preemptions_total{mode="swap"}') - before
-    assert num_swapped == receipts[1]["preemptions"]
-    lines = eventually(lambda: told(worker)[num_lines:], "the log to tell of it")
+    assert num_swapped == receipt["preemptions"]
+    lines = told(worker)[num_lines:]
     assert [(line["num_swapped"], line["num_recomputed"]) for line in lines] == [(1, 0)] * int(num_swapped)
 
 

@@ -203,7 +203,7 @@ class RandomLife:
             if states and (self.rng.random() < 0.08 or self.is_wanted(f"aborted {rarest}")):
                 state = self.rng.choice([rarest, self.rng.choice(states)])
                 self.abort(self.rng.choice([name for name, seq in self.alive.items() if self.state(seq) == state]))
-            if self.rng.random() < 0.02:
+            if self.rng.random() < 0.02 or self.is_wanted("told to give way"):
                 self.have_one_give_way()
             self.pass_a_deadline()
             self.step()
