@@ -100,7 +100,11 @@ class BlockPool:
         """Add one reference to each, taking those that are free out of the free list with their content."""
         for block in blocks:
             if block.ref_cnt == 0:
-                self._unlink(block)
+                before, after = block.prev, block.next
+                before.next, after.prev = after, before
+                block.prev = block.next = block
+                self.num_free -= 1
+                self.num_free_cached -= block.content is not None
             block.ref_cnt += 1
 
     def free(self, blocks: Iterable[Block]) -> None:
@@ -143,10 +147,3 @@ class BlockPool:
         before.next = anchor.prev = block
         self.num_free += 1
         self.num_free_cached += block.content is not None
-
-    def _unlink(self, block: Block) -> None:
-        before, after = block.prev, block.next
-        before.next, after.prev = after, before
-        block.prev = block.next = block
-        self.num_free -= 1
-        self.num_free_cached -= block.content is not None

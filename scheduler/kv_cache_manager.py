@@ -211,13 +211,13 @@ class KVCacheManager:
         seq.block_table.append(blocks)
         return tuple([block.block_id for block in blocks])
 
-    def try_append_block(self, seq: Sequence) -> tuple[int, ...] | None:
-        """Give `seq`, whose blocks are full, one more; its id. None, and nothing changed, where none is free."""
-        blocks = self.pool.allocate(1)
-        if blocks is None:
-            return None
-        seq.block_table.append(blocks)
-        return (blocks[0].block_id,)
+    def try_append_block_to_each(self, seqs: list[Sequence]) -> list[Block] | None:
+        """Give each of `seqs`, whose blocks are full, one more: these. None, and nothing changed, if they lack."""
+        blocks = self.pool.allocate(len(seqs))
+        if blocks is not None:
+            for seq, block in zip(seqs, blocks, strict=True):
+                seq.block_table.blocks.append(block)
+        return blocks
 
     def _copy_on_write(self, seq: Sequence, copy: Block) -> None:
         """Put `copy` in the place of the block that `seq` writes to next, and note what is to be copied.

@@ -307,6 +307,8 @@ class Scheduler:
         """
         running = self.running
         growing = self._growing_in_order(adder)
+        if adder.try_serve_decodes(running.part(0, len(running)), [running[index] for index in growing]):
+            return False
         num_other_beams = sum([len(running[index].all_beams) - 1 for index in growing])
         last_lacking: Sequence | None = None
         index = 0
@@ -384,7 +386,7 @@ class Scheduler:
         hopeless: list[Sequence] = []
         max_num_seqs, drops_hopeless = self._watch.guard.num_seqs, self.policy.drops_hopeless
         coming = self._coming()
-        num_admitted = sum([seq.sampling.beam_width for seq in chain(self.running, coming)])
+        num_admitted = sum([1 if seq.beams is None else seq.sampling.beam_width for seq in chain(self.running, coming)])
         adder.open_admission(chain(self.running, coming))
         for seq in self.waiting.candidates():
             if adder.num_tokens_left == 0 or num_admitted >= max_num_seqs:

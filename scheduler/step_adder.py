@@ -56,6 +56,25 @@ class StepAdder:
         self._is_sampled += [True] * num_served
         self.num_tokens_left -= num_served
 
+    def try_serve_decodes(self, seqs: list[Sequence], full: list[Sequence]) -> bool:
+        """Serve decodes; False, and nothing changed, where the budget or the free blocks don't suffice for all.
+
+        `full` are those of them whose blocks are full, as one of sixteen's are, in the same order. False, too, where
+        one of these is no decode.
+        """
+        if len(seqs) > self.num_tokens_left or not all(seq.num_decode_slots for seq in full):
+            return False
+        blocks = self._kv.try_append_block_to_each(full)
+        if blocks is None:
+            return False
+        self.serve_decodes(seqs)
+        block_size = self._kv.block_size
+        for seq, block in zip(full, blocks, strict=True):
+            self._new_blocks.append(NewBlocks(seq.seq_id, (block.block_id,)))
+            num_slots = seq.num_decode_slots = seq.num_decode_slots + block_size
+            seq.num_promised_blocks = int(num_slots < seq.max_num_tokens - 1)
+        return True
+
     def try_serve(self, seq: Sequence, num_behind: int) -> bool:
         """Add the next chunk of a running sequence; False, and nothing changed, if its blocks don't fit.
 
@@ -63,7 +82,7 @@ class StepAdder:
         stops a decode; but takes at least one itself.
         """
         if 0 < seq.num_decode_slots == seq.num_computed_tokens and not self._num_reserved_blocks:
-            return self._try_grow(seq)
+            return self.try_serve_decodes([seq], [seq])
         if self._num_reserved_blocks > 0 and self.num_missing_blocks(seq, num_behind) > 0:
             return False
         if seq.beams is not None:
@@ -89,21 +108,6 @@ class StepAdder:
             self._renewed_ids.append(seq.seq_id)
             seq.has_row = False
         self._add(seq, num_tokens, new_block_ids)
-        return True
-
-    def _try_grow(self, seq: Sequence) -> bool:
-        """Add the next token of a decode whose blocks are full, as one of sixteen is: the shortest way to one more."""
-        kv = self._kv
-        new_block_ids = kv.try_append_block(seq)
-        if new_block_ids is None:
-            return False
-        self.seqs.append(seq)
-        self._counts.append(1)
-        self._is_sampled.append(True)
-        self.num_tokens_left -= 1
-        self._new_blocks.append(NewBlocks(seq.seq_id, new_block_ids))
-        num_slots = seq.num_decode_slots = seq.num_decode_slots + kv.block_size
-        seq.num_promised_blocks = int(num_slots < seq.max_num_tokens - 1)
         return True
 
     def num_missing_blocks(self, seq: Sequence, num_behind: int) -> int:

@@ -68,6 +68,9 @@ class SwapTier:
         # CPU block id -> the transfer that still writes it.
         self._filling: dict[int, int] = {}
         self._ids = count(1)
+        # Copies of this step that are to be written behind: the two sides, each block held.
+        self._behind_device: list[Block] = []
+        self._behind_cpu: list[Block] = []
 
     @property
     def num_leaving_blocks(self) -> int:
@@ -142,8 +145,9 @@ class SwapTier:
         return kept
 
     def write_behind(self, seq: Sequence, num_full: int, max_blocks: int) -> int:
-        """Begin to copy what the first `num_full` blocks of `seq`, which are full, lack here; the number of copies.
+        """Note to copy what the first `num_full` blocks of `seq`, which are full, lack here; the number of copies.
 
+        They begin with the next `begin_write_behind`, which has to come in the same step.
         `seq` keeps its blocks and runs on: nobody writes to a full block. The copies belong to nobody when their
         transfer has ended; they are found by what they hold, until they are handed out again.
         """
@@ -156,15 +160,24 @@ class SwapTier:
         self.pool.touch(kept)
         new = self.pool.allocate(count)
         assert new is not None, f"{count} of {self.pool.num_free} free CPU blocks can't be had"
-        moving = seq.block_table.tail(start)[:count]
+        moving = seq.block_table.blocks[start : start + count]
         self._device.touch(moving)
         targets = _paired(moving, new)
-        self._begin(True, moving, targets)
+        self._behind_device += moving
+        self._behind_cpu += targets
         self._enter(seq, kept, targets)
         self.num_written_behind_blocks += count
-        self.pool.free(reversed(targets))
         self.pool.free(reversed(kept))
         return count
+
+    def begin_write_behind(self) -> None:
+        """Begin what `write_behind` has noted, whosever it is, as one transfer: each costs more than a block of it."""
+        if not self._behind_cpu:
+            return
+        device, cpu = self._behind_device, self._behind_cpu
+        self._behind_device, self._behind_cpu = [], []
+        self._begin(True, device, cpu)
+        self.pool.free(reversed(cpu))
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """The longest run of blocks that `seq` begins with, all of which have been copied here."""

@@ -170,4 +170,4 @@ class WaitingQueue:
         return iter(self._order)
 
     def __len__(self) -> int:
-        return self._order.__len__()
+        return len(self._by_age.seqs)

@@ -1,13 +1,15 @@
 """Copies full blocks of the likely victims to the CPU tier before they are victims."""
 
+from itertools import islice
+
 from scheduler.kv_cache_manager import KVCacheManager
 from scheduler.preemption import RunningQueue
 from scheduler.sequence import Sequence
 
 # A sequence is a likely victim if the free blocks may run out within so many steps.
 HORIZON_STEPS = 64
-# How much all will grow is added up anew every so many steps only: it costs a walk over all that run.
-STEPS_BETWEEN_ESTIMATES = 8
+# How much all will grow is added up in so many parts, one a step: a walk over all that run would make that step long.
+NUM_PARTS = 8
 
 
 class WriteBehind:
@@ -15,7 +17,7 @@ class WriteBehind:
 
         running   [ leader | … | likely victims ]      as many, from the back, as hold the blocks that may be missing
                                    ▼
-        CPU tier  full blocks that don't lie there yet, at most `num_blocks` a step
+        CPU tier  full blocks that don't lie there yet, at most `num_blocks` a step, in one transfer
 
     Only what is free in the CPU tier is used, and nobody waits for these copies but a victim whose blocks are being
     copied when it is preempted. A copy is found by its content, like every cached block; so without a prefix cache
@@ -25,8 +27,8 @@ class WriteBehind:
     def __init__(self, kv: KVCacheManager, num_blocks: int) -> None:
         self._kv = kv
         self._num_blocks = num_blocks
-        self._num_growth_blocks = 0
-        self._num_steps_left = 0
+        self._num_growth_blocks = [0] * NUM_PARTS
+        self._part = 0
 
     def begin(self, running: RunningQueue) -> None:
         """Begin the copies of this step, if none that was begun is still on its way.
@@ -44,7 +46,7 @@ class WriteBehind:
         # The likeliest victims first: as many as hold the blocks that are wanted.
         for seq in running.last_first():
             if num_wanted <= 0 or num_left == 0 or num_room == 0:
-                return
+                break
             num_wanted -= len(seq.block_table.blocks)
             # What lies in the tier for a likelier victim is not given up for a less likely one.
             if not seq.use_prefix_cache:
@@ -53,14 +55,14 @@ class WriteBehind:
             num_room -= num_full
             if num_full > seq.num_written_blocks:
                 num_left -= swap.write_behind(seq, num_full, num_left)
+        swap.begin_write_behind()
 
     def _num_wanted_blocks(self, running: RunningQueue) -> int:
-        """Blocks that will be missing if all grow for HORIZON_STEPS."""
-        if self._num_steps_left == 0:
-            self._num_steps_left = STEPS_BETWEEN_ESTIMATES
-            self._num_growth_blocks = sum([self._num_growth_blocks_of(seq) for seq in running])
-        self._num_steps_left -= 1
-        return self._num_growth_blocks - self._kv.num_available_blocks
+        """Blocks that will be missing if all grow for HORIZON_STEPS: roughly, since of most it is some steps old."""
+        part = islice(running, self._part, None, NUM_PARTS)
+        self._num_growth_blocks[self._part] = sum([self._num_growth_blocks_of(seq) for seq in part])
+        self._part = (self._part + 1) % NUM_PARTS
+        return sum(self._num_growth_blocks) - self._kv.num_available_blocks
 
     def _num_growth_blocks_of(self, seq: Sequence) -> int:
         num_tokens = min(len(seq.token_ids) + HORIZON_STEPS, seq.max_num_tokens - 1)

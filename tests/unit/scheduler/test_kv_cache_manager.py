@@ -143,6 +143,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         num_full = min(seq.num_computed_tokens // BLOCK_SIZE, self.kv.swap.pool.num_free)
         if num_full > seq.num_written_blocks:
             assert self.kv.swap.write_behind(seq, num_full, num_blocks) <= num_blocks
+            self.kv.swap.begin_write_behind()
             self.sent_away.append((seq.token_ids.tolist(), seq.tenant))
             self.take_transfers()
 

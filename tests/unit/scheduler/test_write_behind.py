@@ -80,6 +80,19 @@ def test_preempting_one_that_decodes_costs_at_most_one_block_s_copy() -> None:
     assert stats.num_recomputed_tokens == 0
 
 
+def test_blocks_of_many_victims_that_are_written_behind_in_one_step_are_one_transfer() -> None:
+    driver = Driver(make_scheduler(16, 2, num_cpu_blocks=16, write_behind_blocks=9, preemption_mode=SWAP))
+    driver.add(*[make_seq(name, 4, 10) for name in ("leader", "b", "c")])
+    while not driver.scheduler.stats().num_written_behind_blocks:
+        driver.step()
+    assert driver.last_output is not None
+    (transfer,) = driver.last_output.swap_outs
+    assert len(transfer.copies) == 4
+    driver.run()
+    for name in ("leader", "b", "c"):
+        assert driver.generated[name] == generate("", make_seq(name, 4).token_ids, 10)
+
+
 @pytest.mark.parametrize("budget", [1, 3])
 def test_a_step_writes_no_more_behind_than_its_budget_and_only_while_the_link_is_idle(budget: int) -> None:
     driver = pressed(budget, delay=3)
