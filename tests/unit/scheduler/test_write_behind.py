@@ -80,17 +80,26 @@ def test_preempting_one_that_decodes_costs_at_most_one_block_s_copy() -> None:
     assert stats.num_recomputed_tokens == 0
 
 
-def test_blocks_of_many_victims_that_are_written_behind_in_one_step_are_one_transfer() -> None:
-    driver = Driver(make_scheduler(16, 2, num_cpu_blocks=16, write_behind_blocks=9, preemption_mode=SWAP))
-    driver.add(*[make_seq(name, 4, 10) for name in ("leader", "b", "c")])
-    while not driver.scheduler.stats().num_written_behind_blocks:
-        driver.step()
-    assert driver.last_output is not None
-    (transfer,) = driver.last_output.swap_outs
-    assert len(transfer.copies) == 4
+def test_blocks_of_several_victims_that_are_written_behind_in_one_step_are_one_transfer() -> None:
+    driver = Driver(make_scheduler(24, 2, num_cpu_blocks=24, write_behind_blocks=9, preemption_mode=SWAP))
+    driver.add(*[make_seq(name, 8, 10) for name in "abcd"])
+    sizes: list[list[int]] = []
+    num_victims = 0
+
+    def note(output: SchedulerOutput) -> None:
+        nonlocal num_victims
+        sizes.append([len(transfer.copies) for transfer in output.swap_outs])
+        sources = {copy.src for transfer in output.swap_outs for copy in transfer.copies}
+        tables = [{*seq.block_table.block_ids()} for seq in driver.scheduler.running]
+        num_victims = max(num_victims, sum(not sources.isdisjoint(table) for table in tables))
+
+    while driver.scheduler.stats().num_preemptions_swap == 0:
+        driver.step(between=note)
+    assert num_victims > 1
+    assert max(len(transfers) for transfers in sizes[:-1]) == 1
     driver.run()
-    for name in ("leader", "b", "c"):
-        assert driver.generated[name] == generate("", make_seq(name, 4).token_ids, 10)
+    for name in "abcd":
+        assert driver.generated[name] == generate("", make_seq(name, 8).token_ids, 10)
 
 
 @pytest.mark.parametrize("budget", [1, 3])
