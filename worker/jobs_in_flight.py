@@ -21,6 +21,7 @@ from worker.queue_links import QueueLinks
 from worker.streams.errors import ServerError
 from worker.streams.leases import Entry, Loss
 from worker.streams.reply_writer import ReplyStatus, ReplyWriter
+from worker.streams.scripts import SettleStatus
 from worker.trace_recorder import TraceRecorder
 
 log = structlog.get_logger(__name__)
@@ -129,6 +130,10 @@ class JobsInFlight:
             finished_ms = job.times.finished_ms or self._links.clock.now_ms()
             record = {"finished": str(finished_ms)}
             status = await self._settle(job, record)
+            if status == SettleStatus.UNENDED:  # it comes again, to whoever takes it
+                log.warning("reply_end_lost", request_id=job.envelope.id)
+                self._remove(job)
+                continue
             self._count(job, finished_ms)
             if self._recorder is not None:
                 self._recorder.record(job, finished_ms)

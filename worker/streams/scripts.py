@@ -37,10 +37,14 @@ class OpenStatus(StrEnum):
 
 
 class SettleStatus(StrEnum):
-    """What settling found. GONE is a success after a lost answer, or an entry that was deleted from the stream."""
+    """What settling found. GONE is a success after a lost answer, or an entry that was deleted from the stream.
+
+    UNENDED: the server has lost the terminal event, and the entry stays on the queue.
+    """
 
     DONE = "done"
     OTHER = "other"
+    UNENDED = "unended"
     GONE = "gone"
 
 
@@ -163,7 +167,7 @@ class Scripts:
         prompt_ref: str | None = None,
         record: Mapping[str, str] | None = None,
     ) -> SettleStatus:
-        """Takes the entry off the queue. The terminal event comes first, never afterwards.
+        """Takes the entry off the queue. The terminal event comes first, never afterwards: without it nothing is done.
 
         `outcome` becomes the record's status ("" leaves it), `record` more of its fields (timings, usage). Reply and
         record live on for `result_ttl_ms`. The prompt that `prompt_ref` names is removed.

@@ -2,7 +2,8 @@
 --
 -- KEYS  1 lane  2 cancel mark  3 state  4 reply  5 prompt (left out: there is none, or a dead letter names it)
 -- ARGV  1 group  2 consumer  3 entry id  4 lane  5 outcome ('': keep the record's)  6 result_ttl ms  7.. more record fields
--- Answers 'done', 'other' (another's: nothing was done) or 'gone' (settled before, or no longer pending to anybody)
+-- Answers 'done', 'other' (another's: nothing was done), 'unended' (the server lost the end of the reply: nothing was
+-- done) or 'gone' (settled before, or no longer pending to anybody)
 local group, consumer, entry_id, result_ttl = ARGV[1], ARGV[2], ARGV[3], ARGV[6]
 local pending = redis.pcall('XPENDING', KEYS[1], group, entry_id, entry_id, 1)
 if pending.err then
@@ -10,6 +11,16 @@ if pending.err then
   pending = {}
 end
 if #pending > 0 and pending[1][2] ~= consumer then return 'other' end
+
+-- A server that was killed may come back without the last second of its writes, the terminal event among them. The entry
+-- then stays for whoever takes it next, to end the reply once more. No reply at all: if it was opened, its client has
+-- deleted it.
+if #pending > 0 then
+  local last = redis.pcall('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)[1]
+  local is_ended = last and string.find(last[1], '-18446744073709551615', 1, true)
+  local opened = redis.pcall('HGET', KEYS[3], 'entry')
+  if not is_ended and (last or opened ~= ARGV[4] .. '/' .. entry_id) then return 'unended' end
+end
 
 local record = redis.call('HMGET', KEYS[3], 'entry', 'worker', 'status')
 local is_ours = record[1] == ARGV[4] .. '/' .. entry_id
