@@ -15,7 +15,7 @@ from tests.faults.proxy import Line, Proxy
 from tests.faults.server import MAX_CUT_S, FaultyServer
 
 # Seconds between two faults, in the mean.
-GAP_S = 0.7
+GAP_S = 0.6
 # Up to so long a worker or an engine stands still: sometimes its lease runs out, sometimes not.
 MAX_FREEZE_S = 2.5 * LEASE_MS / 1000
 MAX_HANG_S = 5.0

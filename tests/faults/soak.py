@@ -10,6 +10,7 @@ once may need a few runs to fail again.
 import asyncio
 import contextlib
 import random
+import signal
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -214,7 +215,7 @@ async def run_soak(seed: int, seconds: float, model: Path, folder: Path) -> list
     harm_s = seconds / 2 - CALM_S
     num_jobs = int(JOBS_PER_S * seconds / 2)
     parts = {
-        "scripted": Part(Crew(4, step_ms=(15, 30, 60)), num_jobs - num_jobs // 10),
+        "scripted": Part(Crew(4, step_ms=(20, 40, 80)), num_jobs - num_jobs // 10),
         "real": Part(Crew(1, step_ms=None), num_jobs // 10),
     }
     outcomes = []
@@ -231,6 +232,7 @@ async def run_soak(seed: int, seconds: float, model: Path, folder: Path) -> list
 @click.option("--runs", default=1, show_default=True, help="How many runs, with seeds from --seed on.")
 def main(seconds: float, seed: int | None, runs: int) -> None:
     """Disturb workers for a while, and check that every client got exactly the reply that it was promised."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the workers first, as on Ctrl-C
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("error"))
     first = random.randrange(10**6) if seed is None else seed
     has_failed = False

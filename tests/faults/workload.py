@@ -16,7 +16,7 @@ WORDS = ("a", "slow", "river", "carries", "small", "boats", "past", "the", "quie
 # How many of a hundred jobs are of which kind. All are greedy.
 KINDS = {"plain": 58, "stop": 10, "unstreamed": 10, "choices": 7, "chunked": 7, "cancelled": 8}
 # Tokens of a reply: long enough that a fault finds it half done.
-MIN_TOKENS, MAX_TOKENS = 8, 90
+MIN_TOKENS, MAX_TOKENS = 16, 100
 MAX_CANCEL_S = 1.5
 
 Answer = tuple[tuple[int, ...], str]
