@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
 }
 # Seconds until a dead worker's successor is started.
 MAX_RESTART_S = 1.0
-STOP_S = 40.0
+START_S, STOP_S = 120.0, 40.0
 
 
 @dataclass(slots=True)
@@ -97,11 +97,12 @@ class Fleet:
         return self._crew.step_ms is not None
 
     async def start(self) -> None:
-        """Start all workers and wait until one takes jobs."""
+        """Start all workers and wait until one takes jobs. Raises TimeoutError."""
         for _ in range(self._crew.num_workers):
             await self._start_one()
-        while not any(member.is_ready for member in self.members):  # noqa: ASYNC110 - it is in their logs
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(START_S):
+            while not any(member.is_ready for member in self.members):  # noqa: ASYNC110 - it is in their logs
+                await asyncio.sleep(0.05)
 
     async def keep_up(self) -> None:
         """Start a successor for each worker that died, until cancelled."""

@@ -10,6 +10,7 @@ once may need a few runs to fail again.
 import asyncio
 import contextlib
 import random
+import shutil
 import signal
 import time
 from collections import Counter
@@ -238,10 +239,14 @@ def main(seconds: float, seed: int | None, runs: int) -> None:
     has_failed = False
     for number in range(first, first + runs):
         folder = Path(mkdtemp(prefix=f"soak-{number}-"))
+        click.echo(f"seed {number}, in {folder}", err=True)
         model = write_tiny_checkpoint(folder / "tiny")
-        for outcome in asyncio.run(run_soak(number, seconds, model, folder)):
-            click.echo(str(outcome))
-            has_failed |= not outcome.is_ok
+        outcomes = asyncio.run(run_soak(number, seconds, model, folder))
+        click.echo("\n".join(map(str, outcomes)))
+        if all(outcome.is_ok for outcome in outcomes):
+            shutil.rmtree(folder)
+        else:
+            has_failed = True
     if has_failed:
         raise SystemExit(1)
 

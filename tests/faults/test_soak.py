@@ -18,7 +18,9 @@ SECONDS = 60.0
 @pytest.mark.timeout(900)
 async def test_every_client_gets_exactly_its_reply_whatever_fails(tiny_model: Path, tmp_path: Path) -> None:
     """Another seed each time, which follows from the one that pytest-randomly prints."""
-    outcomes = await run_soak(random.randrange(10**6), SECONDS, tiny_model, tmp_path)
+    seed = random.randrange(10**6)
+    sys.stdout.write(f"seed {seed}\n")
+    outcomes = await run_soak(seed, SECONDS, tiny_model, tmp_path)
     report = "\n".join(map(str, outcomes))
     sys.stdout.write(report)
     assert all(outcome.is_ok for outcome in outcomes), report
