@@ -56,9 +56,9 @@ def check(history: History, aftermath: Aftermath, promise: Promise) -> list[Viol
 
 
 def _replies(history: History, aftermath: Aftermath) -> Iterator[Violation]:
-    """The reply of each acknowledged job, as a client reads it that comes after everything."""
+    """The reply of each job that the server has to know, as a client reads it that comes after everything."""
     cancelled = history.jobs(What.CANCELLED)
-    for job_id in sorted(history.jobs(What.ACKED)):
+    for job_id in sorted(history.known()):
         view = ReplyView.of(aftermath.replies.get(job_id, ()))
         if view.terminal is None:
             yield Violation("unanswered", job_id, f"{view.num_tokens} tokens and no terminal event")

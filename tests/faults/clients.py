@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -28,13 +29,10 @@ class Clients:
         self._keys = QueueKeys(queue)
         self._senders = [AsyncClient(url, queue, retry_s=PATIENCE_S) for _ in range(4)]
         self._jobs: dict[str, Job] = {}
-        self._followers: dict[str, asyncio.Task[None]] = {}
-        self._helpers: list[asyncio.Task[None]] = []
-
-    @property
-    def unfinished(self) -> list[str]:
-        """Ids of jobs that somebody is still waiting for."""
-        return [job_id for job_id, task in self._followers.items() if not task.done()]
+        # Ids of jobs that the server has acknowledged and not forgotten since.
+        self._known: set[str] = set()
+        self._num_waiting: Counter[str] = Counter()
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def send_all(self, jobs: Sequence[Job], seconds: float) -> None:
         """Send the jobs in random bursts spread over `seconds`; their replies are followed meanwhile."""
@@ -48,36 +46,40 @@ class Clients:
 
     async def finish(self) -> None:
         """Wait until every client has what it waits for."""
-        await asyncio.gather(*self._followers.values(), *self._helpers)
+        await asyncio.gather(*self._tasks)
 
     async def close(self) -> None:
         """Give up whatever is still waited for, and close the connections."""
-        tasks = [*self._followers.values(), *self._helpers]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for sender in self._senders:
             await sender.aclose()
 
     async def send_forgotten(self, server: Link) -> None:
-        """After the server was lost: send again what it knows nothing of. `server` leads there without the proxy."""
-        waiting = set(self.unfinished) & self._history.jobs(What.ACKED)
+        """After the server was lost: record what it knows nothing of, and send again what a client waits for.
+
+        `server` leads there without the proxy.
+        """
+        unseen = set(self._known)
         # First the lanes, then the records: a job that leaves its lane in between has a record by then.
         for lane in self._keys.lanes:
             for _, flat in await server.call("XRANGE", lane, "-", "+"):
                 fields = dict(zip(flat[::2], flat[1::2], strict=True))
-                waiting.discard(fields[b"id"].decode())
-        for job_id in sorted(waiting):
+                unseen.discard(fields[b"id"].decode())
+        for job_id in sorted(unseen):
             if not await server.call("EXISTS", self._keys.state(job_id), self._keys.reply(job_id)):
                 self._history.add(What.VANISHED, job_id)
-                self._help(self._submit(self._jobs[job_id]))
+                self._known.discard(job_id)
+                if self._num_waiting[job_id]:
+                    self._start(self._submit(self._jobs[job_id]))
 
     async def _send(self, job: Job) -> None:
         self._jobs[job.job_id] = job
         await self._submit(job)
-        self._followers[job.job_id] = asyncio.create_task(self._follow(job.job_id, "the follower"))
+        self._start(self._follow(job.job_id, "the follower"))
         if self._rng.random() < SECOND_READERS:
-            self._help(self._follow(job.job_id, "a second reader", self._rng.uniform(0, MAX_LATE_S)))
+            self._start(self._follow(job.job_id, "a second reader", self._rng.uniform(0, MAX_LATE_S)))
         if job.cancel_after_s is not None:
             await asyncio.sleep(job.cancel_after_s)
             self._history.add(What.CANCELLED, job.job_id)
@@ -87,11 +89,13 @@ class Clients:
         sender = self._rng.choice(self._senders)
         await sender.submit(job.prompt, job_id=job.job_id, lane=job.lane, **job.fields)
         self._history.add(What.ACKED, job.job_id)
+        self._known.add(job.job_id)
 
-    def _help(self, work: Coroutine[Any, Any, None]) -> None:
-        self._helpers.append(asyncio.create_task(work))
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(work))
 
     async def _follow(self, job_id: str, client: str, wait_s: float = 0.0) -> None:
+        self._num_waiting[job_id] += 1
         await asyncio.sleep(wait_s)
         try:
             async for event in self._senders[0].stream(job_id):
@@ -101,3 +105,4 @@ class Clients:
                     self._history.add(What.SAW, job_id, client, Event(event.id, dict(event.fields)))
         except ReplyBrokenError:
             self._history.add(What.BROKEN, job_id, client)
+        self._num_waiting[job_id] -= 1

@@ -15,7 +15,7 @@ class What(StrEnum):
 
     ACKED: an XADD was answered. SAW: a client read an event. REREAD: a client discarded what it held and began again at
     the reply's start. BROKEN: a client found that the reply doesn't fit together. CANCELLED: a client asked for an end.
-    CRASHED: the server was killed. VANISHED: afterwards it knew nothing of an acknowledged job, which was sent again.
+    CRASHED: the server was killed. VANISHED: afterwards it knew nothing of an acknowledged job.
     """
 
     ACKED = "acked"
@@ -85,6 +85,16 @@ class History:
     def add(self, what: What, job_id: str = "", client: str = "", event: Event | None = None) -> None:
         """Record what happens now."""
         self.records.append(Record(time.monotonic(), what, job_id, client, event))
+
+    def known(self) -> set[str]:
+        """Ids of jobs that were acknowledged and, so far as anybody has looked, not forgotten since."""
+        known: set[str] = set()
+        for record in self.records:
+            if record.what is What.ACKED:
+                known.add(record.job_id)
+            elif record.what is What.VANISHED:
+                known.discard(record.job_id)
+        return known
 
     def jobs(self, what: What) -> set[str]:
         """Ids of all jobs that have such a record."""

@@ -160,12 +160,12 @@ class _Half:
         adversary = Adversary(
             self._rng, self._fleets, self._proxy, self._server, self.history, self._promise, self._after_crash
         )
-        sending = [self._clients[queue].send_all(jobs, 0.9 * harm_s) for queue, jobs in self._jobs.items()]
-        if harm_s:
-            await asyncio.gather(adversary.rage(harm_s), *sending)
-            outcome.strikes = adversary.strikes
-        else:
-            await asyncio.gather(*sending)
+        async with asyncio.TaskGroup() as group:
+            for queue, jobs in self._jobs.items():
+                group.create_task(self._clients[queue].send_all(jobs, 0.9 * harm_s))
+            if harm_s:
+                group.create_task(adversary.rage(harm_s))
+                outcome.strikes = adversary.strikes
 
     async def calm_down(self, settle_s: float, outcome: Outcome) -> None:
         """Undisturbed, everything ends by itself; what doesn't in time is for the checker to say."""
@@ -187,7 +187,7 @@ class _Half:
             "resumed": sum(
                 sum(event.fields["e"] == "open" for event in events) > 1 for events in aftermath.replies.values()
             ),
-            "sent again": len(self.history.times(What.VANISHED)),
+            "forgotten": len(self.history.times(What.VANISHED)),
             "read again": len(self.history.times(What.REREAD)),
         }
 

@@ -114,6 +114,12 @@ def test_what_a_server_forgets_is_wrong_only_where_it_promised_not_to(run: Run, 
     assert run.kinds(Promise.BOUNDED) == set()
 
 
+def test_a_forgotten_job_needs_an_end_once_it_is_acknowledged_again() -> None:
+    run = Run((), seen=WHOLE).tell(What.CRASHED, at=11.0).tell(What.VANISHED, at=12.0)
+    assert run.kinds(Promise.BOUNDED) == set()
+    assert run.tell(What.ACKED, at=13.0).kinds(Promise.BOUNDED) == {"unanswered"}
+
+
 def test_a_server_that_forgets_more_than_its_last_seconds_is_never_right() -> None:
     run = Run().tell(What.CRASHED, at=10.1 + MAX_FORGOTTEN_S).tell(What.VANISHED, at=20.0)
     assert run.kinds(Promise.BOUNDED) == {"lost"}
