@@ -18,6 +18,8 @@ PATIENCE_S = 300.0
 # Share of jobs that a second client follows, which comes later.
 SECOND_READERS = 0.3
 MAX_LATE_S = 3.0
+# Clients that wait at the same time: each has a connection, and a backlog of more proves nothing.
+MAX_WAITING = 150
 
 
 class Clients:
@@ -35,12 +37,14 @@ class Clients:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def send_all(self, jobs: Sequence[Job], seconds: float) -> None:
-        """Send the jobs in random bursts spread over `seconds`; their replies are followed meanwhile."""
+        """Send the jobs in random bursts spread over `seconds`, or slower; their replies are followed meanwhile."""
         moments = sorted(self._rng.uniform(0, seconds) for _ in jobs)
         started = asyncio.get_running_loop().time()
         sending = []
         for job, moment in zip(jobs, moments, strict=True):
             await asyncio.sleep(max(0.0, started + moment - asyncio.get_running_loop().time()))
+            while self._num_waiting.total() >= MAX_WAITING:  # noqa: ASYNC110 - any of them may be the next to end
+                await asyncio.sleep(0.05)
             sending.append(asyncio.create_task(self._send(job)))
         await asyncio.gather(*sending)
 
