@@ -23,7 +23,6 @@ RUN useradd --uid 10001 --create-home --shell /usr/sbin/nologin pagemill \
 COPY --from=build /opt/pagemill /opt/pagemill
 ENV PATH=/opt/pagemill/bin:$PATH \
     PYTHONUNBUFFERED=1 \
-    NUMBA_CACHE_DIR=/var/cache/pagemill/numba \
     PAGEMILL_DATA_DIR=/var/lib/pagemill \
     PAGEMILL_CACHE_DIR=/var/cache/pagemill \
     PAGEMILL_METRICS_HOST=0.0.0.0 \

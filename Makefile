@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 run: install ## start Valkey and a worker, send a first message, keep serving
-	@$(BIN)/pagemill serve --log-level warning --first-message "What is the capital of France?"
+	@exec $(BIN)/pagemill serve --log-level warning --first-message "What is the capital of France?"
 
 lint: install ## ruff, mypy strict, import-linter
 	$(BIN)/ruff check .

@@ -1,12 +1,14 @@
-"""The compiled CPU kernels as the wrappers see them: named bodies that are launched on the threads of torch.
+"""The compiled CPU kernels as the wrappers see them: named bodies that are launched on a team of threads of our own.
 
-Loading is by name on first use; `warmup` does it ahead, so that a first start can show what it waits for.
+The team (cpu/pool.py) is as large as torch's, whose threads it leaves alone. Loading is by name on first use; `warmup`
+does it ahead, so that a first start can show what it waits for.
 """
 
 import struct
 import threading
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -80,14 +82,22 @@ def _needed(dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int
     return tuple(name for name in BODIES if has_attention or name != "attention")
 
 
+def set_cache_root(folder: Path | None) -> None:
+    """Keep code that is compiled from here on in this folder. None: $NUMBA_CACHE_DIR, or the user's cache folder."""
+    from kernels.cpu.code_cache import set_cache_root
+
+    set_cache_root(folder)
+
+
 def is_compiled(dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int) -> bool:
-    """True where such a model on the CPU starts without compiling: its kernels are cached on disk, or it needs none."""
+    """True where such a model on the CPU starts without compiling: its kernels are loaded or cached on disk, or it
+    needs none."""
     names = _needed(dtype, head_dim, num_heads, num_kv_heads)
     if not names:
         return True
-    from kernels.cpu.build import is_cached
+    from kernels.cpu.build import is_at_hand
 
-    return all(is_cached(name) for name in names)
+    return all(is_at_hand(name) for name in names)
 
 
 def warmup(

@@ -133,3 +133,19 @@ def sample(
         kept = kept_tokens(scaled, int(top_k[row]), float(top_p[row]))
         ids.append(max(kept, key=lambda token: (float(scaled[token] + noise[token]), -token)))
     return torch.tensor(ids)
+
+
+def top_logprobs(logits: torch.Tensor, k: int, vocab_limit: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As kernels.top_logprobs.top_logprobs, by sorting."""
+    values = torch.full((logits.shape[0], k), -torch.inf, dtype=torch.float64)
+    ids = torch.full((logits.shape[0], k), -1)
+    for row in range(logits.shape[0]):
+        numbers = {token: float(logits[row, token]) for token in range(vocab_limit)}
+        usable = {token: number for token, number in numbers.items() if math.isfinite(number)}
+        largest = max(usable.values(), default=0.0)
+        total = math.fsum(math.exp(number - largest) for number in usable.values())
+        best = sorted(usable, key=lambda token: (-usable[token], token))[:k]
+        for place, token in enumerate(best):
+            values[row, place] = usable[token] - largest - math.log(total)
+            ids[row, place] = token
+    return values, ids

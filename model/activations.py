@@ -14,7 +14,7 @@ from model.decoder import Decoder
 from model.errors import StepTooLargeError
 from model.kv_cache import KVCache
 from model.model_runner import ModelRunner, RunnerConfig
-from scheduler.output import Chunk, NewRow, SchedulerOutput
+from scheduler.output import Chunks, NewRow, SchedulerOutput
 from scheduler.sampling_params import SamplingParams
 
 NUM_LAYERS = 2
@@ -46,7 +46,12 @@ def measure_activations(decoder: Decoder, config: RunnerConfig, block_size: int,
     runner = ModelRunner(shallow, cache, config)
     context = config.max_model_len if decoder.device.type == "cuda" else min(config.max_model_len, max_tokens)
     rows = _largest_batch(config.max_num_seqs, context, block_size, max_tokens)
-    chunks = tuple(Chunk(row.seq_id, len(row.token_ids) - count, count, (), True) for row, count in rows)
+    chunks = Chunks(
+        seq_ids=tuple(row.seq_id for row, _ in rows),
+        starts=tuple(len(row.token_ids) - count for row, count in rows),
+        num_tokens=tuple(count for _, count in rows),
+        is_sampled=(True,) * len(rows),
+    )
     output = SchedulerOutput(step=0, new_rows=tuple(row for row, _ in rows), chunks=chunks)
     before = _start_measuring(decoder.device)
     if runner.execute(output).num_splits:

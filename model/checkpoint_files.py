@@ -1,9 +1,10 @@
 """Tells the kinds of checkpoint apart."""
 
+import errno
 from enum import StrEnum
 from pathlib import Path
 
-from model.errors import ModelNotFoundError, UnsupportedModelError
+from model.errors import ModelNotFoundError, TooLittleMemoryError, UnsupportedModelError
 
 MAX_LISTED = 8
 """Files named in an error message."""
@@ -45,6 +46,15 @@ def _starts_like_gguf(path: Path) -> bool:
             return file.read(4) == b"GGUF"
     except OSError as error:
         raise ModelNotFoundError(f"{path} can't be read ({error.strerror}): check its permissions") from error
+
+
+def check_memory(path: Path, error: BaseException) -> None:
+    """Raise TooLittleMemoryError where `error`, met on opening `path`, means that, and not that the file is damaged."""
+    if getattr(error, "errno", None) == errno.ENOMEM or "annot allocate memory" in str(error):
+        size = path.stat().st_size >> 20
+        raise TooLittleMemoryError(
+            f"{path} ({size} MiB) can't be mapped, for lack of memory: free some, or raise the limit (ulimit -v)"
+        ) from error
 
 
 def found_in(directory: Path) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Final, NoReturn
 
 from model.errors import CorruptCheckpointError, UnsupportedModelError
 from model.json_files import read_json, read_json_if_there
+from model.rope_checks import check_rope
 
 DTYPES: Final = ("float32", "float16", "bfloat16")
 ROPE_KINDS: Final = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
@@ -127,6 +128,12 @@ def check_config(config: ModelConfig, origin: str) -> ModelConfig:
     if config.rope.kind not in ROPE_KINDS:
         known = ", ".join(ROPE_KINDS)
         raise UnsupportedModelError(f"{origin}: RoPE scaling of kind {config.rope.kind!r} isn't computed: {known} are")
+    if config.max_position_embeddings < 2:
+        raise CorruptCheckpointError(
+            f"{origin}: max_position_embeddings is {config.max_position_embeddings}: it must be at least 2, for one "
+            "token of a prompt and one of its answer"
+        )
+    check_rope(config, origin)
     return config
 
 

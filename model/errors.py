@@ -39,3 +39,7 @@ class RunnerInputError(ModelError, ValueError):
 
 class StepTooLargeError(ModelError):
     """The largest step that the limits allow doesn't fit into memory; the message says which limit to lower."""
+
+
+class TooLittleMemoryError(ModelError, MemoryError):
+    """A file of the checkpoint is sound, but there is too little memory, or address space, to map it."""

@@ -21,6 +21,7 @@ from typing import Any, Final, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from model.checkpoint_files import check_memory
 from model.errors import CorruptCheckpointError, ModelNotFoundError, UnsupportedModelError
 from model.gguf_quants import QUANT_TYPES, QuantType, dequantize
 
@@ -120,6 +121,7 @@ def _map_file(path: Path) -> mmap.mmap:
     except FileNotFoundError as error:
         raise ModelNotFoundError(f"{path} doesn't exist: give the path of a .gguf file") from error
     except OSError as error:
+        check_memory(path, error)
         raise ModelNotFoundError(f"{path} can't be read ({error.strerror}): check its permissions") from error
 
 

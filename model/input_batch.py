@@ -5,11 +5,9 @@
      1    free
      2    | prompt | unused ...                  | 4 | unused ...
 
-Host work of a step is a handful of numpy calls over all chunks at once; the only loops are over the scheduler's own
-objects.
+Host work of a step is a handful of numpy calls over the scheduler's columns; the only loop is over sequence ids.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +17,7 @@ import torch
 
 from kernels.paged_attention import AttentionMetadata
 from model.errors import RunnerInputError
-from scheduler.output import Chunk, NewRow, SchedulerOutput
+from scheduler.output import Chunks, NewRow, SchedulerOutput
 
 IntArray = npt.NDArray[np.int64]
 
@@ -49,7 +47,8 @@ class StepInputs:
 
     input_ids, positions, slot_mapping int64 [num_tokens]; logits_rows int64 [num_sampled], or None when every token
     is sampled. `sampled_ids`, `sampled_rows` and `sampled_positions` say whose tokens are drawn, and their indices;
-    `wants_logprob` bool [num_sampled], on the host, which of them want the log probability as well.
+    `wants_logprob` bool [num_sampled], on the host, which of them want the log probability as well, `num_candidates`
+    int64 [num_sampled] how many candidates: 0 but for beams.
     """
 
     input_ids: torch.Tensor
@@ -61,6 +60,7 @@ class StepInputs:
     sampled_rows: IntArray
     sampled_positions: IntArray
     wants_logprob: npt.NDArray[np.bool_]
+    num_candidates: IntArray
     sampling: SamplingRows
 
 
@@ -81,6 +81,7 @@ class InputBatch:
         self._top_p = np.ones(max_num_seqs, dtype=np.float32)
         self._seeds = np.zeros(max_num_seqs, dtype=np.int64)
         self._is_choosing = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._num_candidates = np.zeros(max_num_seqs, dtype=np.int64)
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._aranges = np.arange(max_num_seqs + 1, dtype=np.int32)
@@ -91,7 +92,7 @@ class InputBatch:
         return len(self._free_rows)
 
     def apply(self, output: SchedulerOutput) -> None:
-        """Drop the removed rows, make the new ones, append the chunks' new blocks.
+        """Drop the removed rows, make the new ones, put chosen tokens into others and append new blocks to them.
 
         Raises RunnerInputError for an unknown or known id, and for more rows, tokens or blocks than there is room for.
         """
@@ -99,9 +100,10 @@ class InputBatch:
             self.remove(seq_id)
         for new_row in output.new_rows:
             self.add(new_row)
-        for chunk in output.chunks:
-            if chunk.new_block_ids:
-                self._append_blocks(self._row(chunk.seq_id), chunk.new_block_ids)
+        for chosen in output.row_tokens:
+            self._token_ids[self._row(chosen.seq_id), chosen.position] = chosen.token_id
+        for new_blocks in output.new_blocks:
+            self._append_blocks(self._row(new_blocks.seq_id), new_blocks.block_ids)
 
     def add(self, new_row: NewRow) -> None:
         """Take a free row for a sequence."""
@@ -121,11 +123,13 @@ class InputBatch:
         self._token_ids[row, :num_tokens] = new_row.token_ids
         self._num_blocks[row] = 0
         self._append_blocks(row, new_row.block_ids)
-        self._temperature[row] = sampling.temperature
+        # Nobody follows what is drawn of a beam: the largest logit is the least work.
+        self._temperature[row] = 0.0 if new_row.num_candidates else sampling.temperature
         self._top_k[row] = sampling.top_k
         self._top_p[row] = sampling.top_p
         self._seeds[row] = new_row.seed
         self._is_choosing[row] = sampling.is_choosing
+        self._num_candidates[row] = new_row.num_candidates
 
     def remove(self, seq_id: str) -> None:
         """Free a sequence's row."""
@@ -153,14 +157,14 @@ class InputBatch:
         table[start : start + len(block_ids)] = block_ids
         self._num_blocks[row] = start + len(block_ids)
 
-    def prepare(self, chunks: Sequence[Chunk]) -> StepInputs:
+    def prepare(self, chunks: Chunks) -> StepInputs:
         """Tensors of a step over these chunks (at least one), in their order.
 
         Raises RunnerInputError for a chunk of an unknown sequence, an empty one, and one that passes its blocks.
         """
-        rows = np.array([self._row(chunk.seq_id) for chunk in chunks], dtype=np.int64)
-        starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
-        counts = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int64)
+        rows = np.array([self._row(seq_id) for seq_id in chunks.seq_ids], dtype=np.int64)
+        starts = np.array(chunks.starts, dtype=np.int64)
+        counts = np.array(chunks.num_tokens, dtype=np.int64)
         ends = starts + counts
         self._check_room(chunks, rows, counts, ends)
         max_query_len = int(counts.max())
@@ -168,7 +172,7 @@ class InputBatch:
             query_starts, token_rows, positions = self._aranges[: len(chunks) + 1], rows, starts
         else:
             query_starts, token_rows, positions = _ragged(rows, starts, counts)
-        sampled = np.array([i for i, chunk in enumerate(chunks) if chunk.is_sampled], dtype=np.int64)
+        sampled = np.flatnonzero(chunks.is_sampled)
         every_token_is_sampled = len(sampled) == len(token_rows)
         logits_rows = (
             None if every_token_is_sampled else self._to_device(query_starts[sampled + 1].astype(np.int64) - 1)
@@ -179,20 +183,21 @@ class InputBatch:
             slot_mapping=self._to_device(self._slots(token_rows, positions)),
             meta=self._attention_metadata(rows, query_starts, ends, max_query_len),
             logits_rows=logits_rows,
-            sampled_ids=[chunk.seq_id for chunk in chunks if chunk.is_sampled],
+            sampled_ids=chunks.sampled_ids,
             sampled_rows=rows[sampled],
             sampled_positions=ends[sampled],
             wants_logprob=self._is_choosing[rows[sampled]],
+            num_candidates=self._num_candidates[rows[sampled]],
             sampling=self._sampling_rows(rows[sampled], ends[sampled]),
         )
 
-    def _check_room(self, chunks: Sequence[Chunk], rows: IntArray, counts: IntArray, ends: IntArray) -> None:
+    def _check_room(self, chunks: Chunks, rows: IntArray, counts: IntArray, ends: IntArray) -> None:
         is_wrong = (counts < 1) | (ends > self._num_blocks[rows] * self._block_size)
         if is_wrong.any():
             first = int(is_wrong.argmax())
             raise RunnerInputError(
-                f"the chunk {chunks[first]} is empty or passes its {self._num_blocks[rows[first]]} blocks "
-                f"of {self._block_size} tokens: its blocks must come with it"
+                f"the chunk {chunks.part(first, first + 1)} is empty or passes its {self._num_blocks[rows[first]]} "
+                f"blocks of {self._block_size} tokens: its blocks must come with it"
             )
 
     def _slots(self, token_rows: IntArray, positions: IntArray) -> IntArray:

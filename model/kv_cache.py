@@ -8,7 +8,7 @@ from kernels.block_copy import copy_blocks
 from model.config import ModelConfig
 from model.cpu_tier import CpuTier
 from model.errors import RunnerInputError
-from model.memory import allocate
+from model.memory import allocate, take_pages
 from model.swap_copies import SwapCopies
 from scheduler.output import BlockCopy, Transfer, TransferResult
 
@@ -50,6 +50,14 @@ class KVCache:
                 num_cpu_blocks, block_shape, dtype, is_pinned=is_pinned, available_bytes=available_bytes
             )
             self._copies = SwapCopies(self.blocks, self.cpu_tier)
+
+    def take_pages(self, max_wait_s: float) -> None:
+        """Take all memory of the device's blocks now, not as they are first written. Nothing moves, nothing is lost.
+
+        What isn't there after `max_wait_s` is taken in the background, beside the steps. Call it while no sequence has
+        a row. Raises MemoryError where there is too little.
+        """
+        take_pages(self.blocks, max_wait_s)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks on the device (copy-on-write). No block is the target of one copy and the source of another."""

@@ -1,13 +1,14 @@
 """Computes the scheduler's steps: rows, block copies, one forward pass, one draw for each sampled chunk."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from kernels.compiled import warmup
+from kernels.compiled import is_compiled, set_cache_root, warmup
 from model.decoder import Decoder
 from model.input_batch import InputBatch, IntArray, StepInputs
 from model.kv_cache import KVCache
@@ -15,7 +16,7 @@ from model.layers import ForwardContext
 from model.sampler import Sampler
 from model.step_splitter import SplitStep, compute_in_parts
 from model.threads import set_num_threads
-from scheduler.output import Chunk, ModelRunnerOutput, NewRow, SchedulerOutput, TransferResult
+from scheduler.output import Candidate, Chunks, ModelRunnerOutput, NewRow, SchedulerOutput, TransferResult
 from scheduler.sampling_params import SamplingParams
 
 NO_FINITE_LOGIT = "the model gave no finite logit to choose a token from: the weights or the prompt overflow its dtype"
@@ -30,6 +31,7 @@ class RunnerConfig:
     sampled_vocab_size: ids from here on are never drawn (None: the model's vocabulary).
     max_logits_rows: rows whose logits exist at once; more are computed in pieces.
     num_threads: CPU threads of a step (None: one a physical core).
+    kernel_cache_dir: where compiled kernels are kept (None: the user's cache folder).
     """
 
     max_num_seqs: int
@@ -37,6 +39,15 @@ class RunnerConfig:
     sampled_vocab_size: int | None = None
     max_logits_rows: int = 256
     num_threads: int | None = None
+    kernel_cache_dir: Path | None = None
+
+
+@dataclass(slots=True)
+class _Extras:
+    """What a step brings beside drawn tokens, by sequence: see ModelRunnerOutput."""
+
+    logprobs: dict[str, float] = field(default_factory=dict)
+    candidates: dict[str, tuple[Candidate, ...]] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -55,6 +66,7 @@ class ModelRunner:
         self._sampler = Sampler(min(config.sampled_vocab_size or vocab_size, vocab_size))
         self._batch = InputBatch(config.max_num_seqs, config.max_model_len, kv_cache.block_size, decoder.device)
         self.num_threads = set_num_threads(config.num_threads)
+        set_cache_root(config.kernel_cache_dir)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Do one step's work in the order that SchedulerOutput states, and draw the tokens of its sampled chunks.
@@ -69,62 +81,72 @@ class ModelRunner:
         if not output.chunks:
             # With nothing to compute, the next thing that can happen is that a copy ends.
             return ModelRunnerOutput({}, transfers=self._kv_cache.ended_transfers(is_waiting=True))
-        logprobs: dict[str, float] = {}
-        step = compute_in_parts(output.chunks, lambda chunks: self._compute_chunks(chunks, logprobs))
-        return _as_output(step, logprobs, self._kv_cache.ended_transfers())
+        extras = _Extras()
+        step = compute_in_parts(output.chunks, lambda chunks: self._compute_chunks(chunks, extras))
+        return _as_output(step, extras, self._kv_cache.ended_transfers())
 
-    def _compute_chunks(self, chunks: Sequence[Chunk], logprobs: dict[str, float]) -> dict[str, int]:
+    def _compute_chunks(self, chunks: Chunks, extras: "_Extras") -> dict[str, int]:
         """The token drawn for each sampled chunk, by sequence; -1 where there was none to draw.
 
-        Adds the log probabilities of those that want one to `logprobs`.
+        Adds to `extras` what some want beside it.
         """
         inputs = self._batch.prepare(chunks)
         started = time.perf_counter()
-        token_ids, drawn_logprobs = self._compute(inputs)
+        token_ids = self._compute(inputs, extras)
         self.last_forward_s += time.perf_counter() - started
         self._batch.append_sampled(inputs, token_ids)
-        logprobs |= drawn_logprobs
         return dict(zip(inputs.sampled_ids, token_ids.tolist(), strict=True))
 
     @torch.inference_mode()
-    def _compute(self, inputs: StepInputs) -> tuple[IntArray, dict[str, float]]:
-        """The drawn ids, and the log probabilities of those that want one."""
+    def _compute(self, inputs: StepInputs, extras: "_Extras") -> IntArray:
+        """The drawn ids."""
         decoder = self._decoder
         context = ForwardContext(
             decoder.cos_sin, inputs.positions, inputs.slot_mapping, self._kv_cache.blocks, inputs.meta
         )
         hidden = decoder.hidden(inputs.input_ids, context, inputs.logits_rows)
         pieces = []
-        logprobs: dict[str, float] = {}
         for start in range(0, len(hidden), self._max_logits_rows):
             end = min(start + self._max_logits_rows, len(hidden))
             logits = decoder.logits(hidden[start:end])
             pieces.append(self._sampler(logits, inputs.sampling.rows(start, end)))
-            wanted = inputs.wants_logprob[start:end].nonzero()[0]
-            if len(wanted):
-                rows = torch.from_numpy(wanted).to(logits.device)
-                values = self._sampler.logprobs(logits[rows], pieces[-1][rows]).tolist()
-                logprobs |= {inputs.sampled_ids[start + at]: value for at, value in zip(wanted, values, strict=True)}
+            self._add_extras(extras, inputs, start, logits, pieces[-1])
         if not pieces:
-            return np.zeros(0, dtype=np.int64), logprobs
+            return np.zeros(0, dtype=np.int64)
         ids = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         drawn: IntArray = ids.cpu().numpy()
-        return drawn, logprobs
+        return drawn
+
+    def _add_extras(
+        self, extras: "_Extras", inputs: StepInputs, start: int, logits: torch.Tensor, ids: torch.Tensor
+    ) -> None:
+        """What rows from `start` on, whose logits these are, want beside the drawn ids [num_rows]."""
+        end = start + len(logits)
+        wanted = inputs.wants_logprob[start:end].nonzero()[0]
+        if len(wanted):
+            rows = torch.from_numpy(wanted).to(logits.device)
+            values = self._sampler.logprobs(logits[rows], ids[rows]).tolist()
+            extras.logprobs |= {inputs.sampled_ids[start + at]: value for at, value in zip(wanted, values, strict=True)}
+        num_candidates = inputs.num_candidates[start:end]
+        wanted = num_candidates.nonzero()[0]
+        if len(wanted):
+            most = int(num_candidates.max())
+            rows = torch.from_numpy(wanted).to(logits.device)
+            for at, found in zip(wanted, self._sampler.candidates(logits[rows], most), strict=True):
+                extras.candidates[inputs.sampled_ids[start + at]] = found[: num_candidates[at]]
 
     def warm_up(self, progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Compile the kernels, then run a prompt and a decode, greedy and not, so that the first request is not slow.
+        """Load the kernels, then run a prompt and a decode, greedy and not, so that the first request is not slow.
 
         Call it while no sequence has a row: it computes in the cache's first block. progress(stage, done, total) is
-        called while kernels are compiled, which takes long only once on a machine.
+        called where kernels have to be compiled, once on a machine; loading them takes no time to speak of.
         """
         config = self._decoder.config
-        warmup(
-            self._decoder.dtype,
-            config.head_dim,
-            config.num_heads,
-            config.num_kv_heads,
-            None if progress is None else lambda done, total, _: progress(COMPILE_STAGE, done, total),
-        )
+        shape = (self._decoder.dtype, config.head_dim, config.num_heads, config.num_kv_heads)
+        if progress is None or is_compiled(*shape):
+            warmup(*shape)
+        else:
+            warmup(*shape, lambda done, total, _: progress(COMPILE_STAGE, done, total))
         prompt_len = min(self._kv_cache.block_size - 1, self._batch.max_model_len - 1)
         rows = [
             NewRow(
@@ -137,18 +159,22 @@ class ModelRunner:
             )
             for temperature in (0.0, 1.0)[: self._batch.num_free_rows]
         ]
-        prompts = tuple(Chunk(row.seq_id, 0, prompt_len, (), True) for row in rows)
-        decodes = tuple(Chunk(row.seq_id, prompt_len, 1, (), True) for row in rows)
+        num_rows, seq_ids = len(rows), tuple(row.seq_id for row in rows)
+        are_sampled = (True,) * num_rows
+        prompts = Chunks(seq_ids, (0,) * num_rows, (prompt_len,) * num_rows, are_sampled)
+        decodes = Chunks(seq_ids, (prompt_len,) * num_rows, (1,) * num_rows, are_sampled)
         self.execute(SchedulerOutput(step=0, new_rows=tuple(rows), chunks=prompts))
         self.execute(SchedulerOutput(step=0, chunks=decodes))
-        self.execute(SchedulerOutput(step=0, removed_ids=tuple(row.seq_id for row in rows)))
+        self.execute(SchedulerOutput(step=0, removed_ids=seq_ids))
         self.last_forward_s = 0.0
 
 
-def _as_output(step: SplitStep, logprobs: dict[str, float], transfers: tuple[TransferResult, ...]) -> ModelRunnerOutput:
+def _as_output(step: SplitStep, extras: _Extras, transfers: tuple[TransferResult, ...]) -> ModelRunnerOutput:
     """-1 becomes a failure of that sequence alone."""
     drawn, failed = step.drawn, dict(step.failed)
     if drawn and min(drawn.values()) < 0:
         failed |= {seq_id: NO_FINITE_LOGIT for seq_id, token_id in drawn.items() if token_id < 0}
         drawn = {seq_id: token_id for seq_id, token_id in drawn.items() if token_id >= 0}
-    return ModelRunnerOutput(drawn, failed, transfers, frozenset(step.failed), step.num_splits, logprobs)
+    return ModelRunnerOutput(
+        drawn, failed, transfers, frozenset(step.failed), step.num_splits, extras.logprobs, extras.candidates
+    )

@@ -1,11 +1,11 @@
-"""What copying and computing cost on this machine, measured at start, in a few milliseconds."""
+"""What copying and computing cost on this machine, measured at start, in well under a second."""
 
 import time
 from itertools import count
 
 from model.kv_cache import KVCache
 from model.model_runner import ModelRunner
-from scheduler.output import BlockCopy, Chunk, NewRow, SchedulerOutput, Transfer
+from scheduler.output import BlockCopy, Chunks, NewRow, SchedulerOutput, Transfer
 from scheduler.sampling_params import SamplingParams
 
 # A pass copies at most this many blocks and about this many bytes each way.
@@ -58,9 +58,9 @@ def measure_prefill(runner: ModelRunner, cache: KVCache, max_tokens: int, budget
 def _time_prompt(runner: ModelRunner, cache: KVCache, num_tokens: int, seq_id: str) -> float:
     block_ids = tuple(range(-(-num_tokens // cache.block_size)))
     row = NewRow(seq_id, (0,) * num_tokens, num_tokens, SamplingParams(temperature=0), 0, block_ids)
-    chunk = Chunk(seq_id, 0, num_tokens, (), True)
+    chunks = Chunks((seq_id,), (0,), (num_tokens,), (True,))
     started = time.perf_counter()
-    runner.execute(SchedulerOutput(step=0, new_rows=(row,), chunks=(chunk,)))
+    runner.execute(SchedulerOutput(step=0, new_rows=(row,), chunks=chunks))
     elapsed_s = time.perf_counter() - started
     runner.execute(SchedulerOutput(step=0, removed_ids=(seq_id,)))
     return elapsed_s

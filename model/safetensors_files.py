@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from safetensors import SafetensorError, safe_open
 
-from model.checkpoint_files import found_in
+from model.checkpoint_files import check_memory, found_in
 from model.errors import CorruptCheckpointError, ModelNotFoundError, UnsupportedModelError
 from model.json_files import read_json
 
@@ -31,10 +31,11 @@ def safetensors_files(directory: Path) -> list[Path]:
 
 
 def open_safetensors(path: Path, framework: str) -> Any:
-    """An open safetensors file. Raises CorruptCheckpointError where it is damaged or cut short."""
+    """An open safetensors file. Raises CorruptCheckpointError where it is damaged, else TooLittleMemoryError."""
     try:
         return safe_open(path, framework=framework)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # the last is torch's, where it can't map the file
+        check_memory(path, error)
         raise CorruptCheckpointError(f"{path} is damaged or cut short ({error}): fetch it again") from error
 
 

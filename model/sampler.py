@@ -3,7 +3,9 @@
 import torch
 
 from kernels.sampling import sample
+from kernels.top_logprobs import top_logprobs
 from model.input_batch import SamplingRows
+from scheduler.output import Candidate
 
 
 class Sampler:
@@ -27,3 +29,11 @@ class Sampler:
         usable = logits[:, : self.vocab_limit].double()
         chosen = usable.gather(1, ids.clamp(min=0).unsqueeze(1)).squeeze(1)
         return chosen - usable.logsumexp(dim=1)
+
+    def candidates(self, logits: torch.Tensor, num: int) -> list[tuple[Candidate, ...]]:
+        """The `num` likeliest tokens of each row of logits [num_rows, vocab_size], fewer where there are no more."""
+        values, ids = top_logprobs(logits.float(), num, self.vocab_limit)
+        return [
+            tuple([Candidate(*each) for each in zip(*row, strict=True) if each[0] >= 0])
+            for row in zip(ids.tolist(), values.tolist(), strict=True)
+        ]

@@ -1,11 +1,11 @@
 """A step that runs out of memory is computed in parts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from scheduler.output import Chunk
+from scheduler.output import Chunks
 
 # What torch says where it has no exception class of its own: the CPU's allocator, cuBLAS's workspace.
 _MESSAGES = ("DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -27,7 +27,7 @@ class SplitStep:
     num_splits: int = 0
 
 
-def compute_in_parts(chunks: Sequence[Chunk], compute: Callable[[Sequence[Chunk]], dict[str, int]]) -> SplitStep:
+def compute_in_parts(chunks: Chunks, compute: Callable[[Chunks], dict[str, int]]) -> SplitStep:
     """Compute the chunks at once, or where memory runs out in halves, and so on; whose tokens don't change by that.
 
         [a b c d]  ─ out of memory ─►  [a b] [c d]  ─ [c d] too ─►  [a b] [c] [d]
@@ -38,7 +38,7 @@ def compute_in_parts(chunks: Sequence[Chunk], compute: Callable[[Sequence[Chunk]
     go on. Errors of any other kind pass through.
     """
     step = SplitStep()
-    parts = [list(chunks)]
+    parts = [chunks]
     while parts:
         part = parts.pop()
         drawn = _try_compute(part, compute)
@@ -52,16 +52,16 @@ def compute_in_parts(chunks: Sequence[Chunk], compute: Callable[[Sequence[Chunk]
         halves = _halves(part)
         parts += reversed(halves)
         if not halves:
-            seq_id = part[0].seq_id
+            (seq_id,), (start,) = part.seq_ids, part.starts
             step.failed[seq_id] = (
                 f"out of memory: not even one token of this request fits beside the KV cache, at position "
-                f"{part[0].start}; send it again later, or start the worker with a smaller KV cache"
+                f"{start}; send it again later, or start the worker with a smaller KV cache"
             )
-            parts = [rest for rest in ([chunk for chunk in p if chunk.seq_id != seq_id] for p in parts) if rest]
+            parts = [rest for rest in parts if rest.seq_ids != (seq_id,)]
     return step
 
 
-def _try_compute(part: list[Chunk], compute: Callable[[Sequence[Chunk]], dict[str, int]]) -> dict[str, int] | None:
+def _try_compute(part: Chunks, compute: Callable[[Chunks], dict[str, int]]) -> dict[str, int] | None:
     """None where memory ran out. The error, whose traceback holds the attempt's tensors, is gone on return."""
     try:
         return compute(part)
@@ -71,18 +71,15 @@ def _try_compute(part: list[Chunk], compute: Callable[[Sequence[Chunk]], dict[st
         return None
 
 
-def _halves(part: list[Chunk]) -> list[list[Chunk]]:
-    """Two parts, each of half the chunks, or of half of a single chunk's tokens; none where that is one token.
-
-    The blocks of a chunk have come to its row already, so its pieces bring none.
-    """
+def _halves(part: Chunks) -> list[Chunks]:
+    """Two parts, each of half the chunks, or of half of a single chunk's tokens; none where that is one token."""
     if len(part) > 1:
         middle = len(part) // 2
-        return [part[:middle], part[middle:]]
-    (chunk,) = part
-    if chunk.num_tokens == 1:
+        return [part.part(0, middle), part.part(middle, len(part))]
+    (start,), (num_tokens,) = part.starts, part.num_tokens
+    if num_tokens == 1:
         return []
-    num_first = chunk.num_tokens // 2
-    first = Chunk(chunk.seq_id, chunk.start, num_first, (), is_sampled=False)
-    rest = Chunk(chunk.seq_id, chunk.start + num_first, chunk.num_tokens - num_first, (), chunk.is_sampled)
-    return [[first], [rest]]
+    num_first = num_tokens // 2
+    first = Chunks(part.seq_ids, (start,), (num_first,), (False,))
+    rest = Chunks(part.seq_ids, (start + num_first,), (num_tokens - num_first,), part.is_sampled)
+    return [first, rest]

@@ -2,15 +2,20 @@
 
 Commands are imported when they run, so that help is there at once and no command pays for another's imports. Every
 mistake, the user's or the surroundings', is one line on stderr and exit code 2; PAGEMILL_DEBUG=1 shows the traceback.
+Where the reader of the output left, as `head` does, that is exit code 1 without a word. Ctrl-C is 130; a command that
+runs until it is told to stop, `serve`, ends with 0 then, by whatever signal and however far it was.
 """
 
 import importlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import click
 
+from ops.output import OutputError, checked_output
+from ops.stopping import StopSignal, stops_by_signal
 from worker.errors import PagemillError
 
 # Shown by `pagemill --help`, so that help needs no imports. The command's module is ops.commands.NAME.
@@ -73,19 +78,26 @@ def pagemill(ctx: click.Context) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (the process's own where left out) and answer its exit code."""
-    try:
-        code = pagemill.main(args=argv if argv is None else list(argv), prog_name="pagemill", standalone_mode=False)
-    except (KeyboardInterrupt, click.Abort):
-        return 130
-    except BrokenPipeError:
-        # Whoever read our output has left. Keep the interpreter from complaining when it flushes stdout at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except Exception as error:
-        if os.environ.get("PAGEMILL_DEBUG", "") not in ("", "0"):
-            raise
-        click.echo(f"pagemill: {one_line(error)}", err=True)
-        return 2
+    words = sys.argv[1:] if argv is None else list(argv)
+    until_stopped = stops_by_signal() if words[:1] == ["serve"] else nullcontext()
+    with checked_output(), until_stopped:
+        try:
+            return _run(words)
+        except (KeyboardInterrupt, click.Abort) as error:
+            # click turns the first into the second.
+            return 0 if isinstance(error.__cause__ or error, StopSignal) else 130
+        except Exception as error:
+            if isinstance(error, OutputError) and error.is_reader_gone:
+                return 1
+            if os.environ.get("PAGEMILL_DEBUG", "") not in ("", "0"):
+                raise
+            click.echo(f"pagemill: {one_line(error)}", err=True)
+            return 2
+
+
+def _run(words: list[str]) -> int:
+    code = pagemill.main(args=words, prog_name="pagemill", standalone_mode=False)
+    sys.stdout.flush()
     return code if isinstance(code, int) else 0
 
 

@@ -4,34 +4,50 @@ import secrets
 import shlex
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import platformdirs
 
-from ops.server import URL_FILE
+from ops.output import OutputError, discard_output
+from ops.server import own_command
 from ops.streamed_text import print_reply
 from worker.client import AsyncClient
+from worker.embedded import URL_FILE
 from worker.errors import PagemillError
 from worker.settings import DEMO_MODEL, Settings, served_name
-from worker.settings_words import env_name
-from worker.streams.connection import redacted
 from worker.streams.keys import QueueKeys
 
-_JOKE = "Tell me a joke"
+if TYPE_CHECKING:
+    from worker.service import Service
+
+# What small models answer well, the likeliest token each time.
+_QUESTION = "Name three primary colors."
+_PROMPT = "The three primary colors are"
+_SAMPLING = ("temperature", "0", "max_tokens", "16")
+# Stands for a password in what is printed.
+_PASSWORD = "PASSWORD"  # noqa: S105 - the word itself
 
 
-async def show_start(settings: Settings, message: str | None, metrics_url: str | None) -> None:
+async def show_start(settings: Settings, message: str | None, metrics_url: str | None, service: "Service") -> None:
     """Send `message`, if there is one, stream its reply to stdout, then print the lines to try.
 
-    `settings.redis_url` is the server in use. A failure is told and doesn't stop the worker.
+    `settings.redis_url` is the server in use. A failure is told and doesn't stop the worker. If `service` is told to
+    stop meanwhile, nothing is left to try.
     """
-    if message is not None:
-        await _exchange(settings, message)
-    for line in lines_to_try(settings):
-        click.echo(line)
-    if metrics_url is not None:
-        click.echo(f"Metrics: {metrics_url}/metrics")
-    click.echo("Ctrl-C stops the worker.")
+    try:
+        if message is not None:
+            await _exchange(settings, message)
+        if not service.is_stopping:
+            for line in lines_to_try(settings):
+                click.echo(line)
+            if metrics_url is not None:
+                click.echo(f"Metrics: {metrics_url}/metrics")
+            click.echo("Ctrl-C stops the worker.")
+    except OutputError as error:
+        discard_output()
+        if not error.is_reader_gone:
+            click.echo(f"pagemill: {error}; the worker serves on", err=True)
 
 
 async def _exchange(settings: Settings, message: str) -> None:
@@ -42,6 +58,8 @@ async def _exchange(settings: Settings, message: str) -> None:
         reply = await print_reply(client, await client.submit(messages, temperature=0))
         if reply.error is not None:
             click.echo("the first message failed: {}: {}".format(*reply.error), err=True)
+    except OutputError:
+        raise
     except PagemillError as error:
         click.echo(f"the first message got no reply: {error}", err=True)
     finally:
@@ -53,14 +71,23 @@ def lines_to_try(settings: Settings) -> list[str]:
     keys = QueueKeys(settings.queue)
     queue_flag = "" if settings.queue == served_name(DEMO_MODEL) else f" --queue {settings.queue}"
     server_flag = _server_flag(settings)
-    tools = [f"pagemill redis{server_flag}"]
+    pagemill = own_command()
+    tools = [f"{pagemill} redis{server_flag}"]
     cli = shutil.which("redis-cli") or shutil.which("valkey-cli")
-    if cli is not None:
+    if cli is not None and not _url(settings).startswith("unix:"):  # redis-cli takes no such URL
         tools.insert(0, f"{Path(cli).name} -u {_shell_url(settings)}")
-    lines = ["", "Serving. From another terminal:", "", f"  pagemill enqueue{server_flag}{queue_flag} '{_JOKE}'"]
+    where = "From another terminal" + (", in this folder" if "/" in pagemill and not pagemill.startswith("/") else "")
+    if _PASSWORD in server_flag:
+        where += f", with the password in place of {_PASSWORD}"
+    lines = [
+        "",
+        f"Serving. {where}:",
+        "",
+        f"  {pagemill} enqueue{server_flag}{queue_flag} --temperature 0 {shlex.quote(_QUESTION)}",
+    ]
     for tool in tools:
-        job_id = f"joke-{secrets.token_hex(4)}"
-        job = ["XADD", keys.jobs("normal"), "*", "id", job_id, "prompt", _JOKE, "max_tokens", "64"]
+        job_id = f"try-{secrets.token_hex(4)}"
+        job = ["XADD", keys.jobs("normal"), "*", "id", job_id, "prompt", _PROMPT, *_SAMPLING]
         read = ["XREAD", "BLOCK", "4000", "COUNT", "256", "STREAMS", keys.reply(job_id), "0-0"]
         lines += ["", f"  {tool} {shlex.join(job)}", f"  {tool} {shlex.join(read)}"]
     return [*lines, ""]
@@ -80,8 +107,21 @@ def _server_flag(settings: Settings) -> str:
 
 
 def _shell_url(settings: Settings) -> str:
-    """The URL as a word for the shell. One that holds a password is not shown: the word says where to take it from."""
+    """The URL as a word for the shell. A password in it is not shown: the embedded server's is read from its file,
+    another one's is left for the user to fill in.
+    """
     if settings.embedded:
         return f'"$(cat {shlex.quote(str(settings.data_dir / URL_FILE))})"'
-    url = _url(settings)
-    return shlex.quote(url) if redacted(url) == url else f'"${env_name("redis_url")}"'
+    return shlex.quote(without_password(_url(settings)))
+
+
+def without_password(url: str) -> str:
+    """The URL with PASSWORD where it holds one, before its host or in its query; as it was where it holds none."""
+    scheme, separator, rest = url.partition("://")
+    login, at, place = rest.rpartition("@")
+    place, mark, query = place.partition("?")
+    pairs = [f"password={_PASSWORD}" if pair.startswith("password=") else pair for pair in query.split("&")]
+    user, colon, _ = login.partition(":")
+    if colon:
+        login = f"{user or 'default'}:{_PASSWORD}"  # redis-cli 6.2 takes an empty user for a name
+    return f"{scheme}{separator}{login}{at}{place}{mark}{'&'.join(pairs)}"

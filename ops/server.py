@@ -1,22 +1,26 @@
 """How the commands find the server, and the options that they share for it."""
 
 import asyncio
+import os
+import shlex
+import shutil
+import sys
+import sysconfig
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from worker.embedded import URL_FILE, is_in_use
 from worker.errors import StartupError
 from worker.settings import Settings, load_settings
-from worker.streams.connection import Link, redacted
-from worker.streams.errors import StreamsError
+from worker.streams.connection import Argument, Link, not_a_url, redacted
+from worker.streams.errors import ServerError, StreamsError
 
 Answer = TypeVar("Answer")
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-# The embedded server leaves its address here, in its data folder.
-URL_FILE = "redis.url"
 
 _OPTIONS = (
     click.option("--queue", help="The queue. [default: PAGEMILL_QUEUE, else the model's name]"),
@@ -47,21 +51,57 @@ def find_server(settings: Settings) -> str:
         return settings.redis_url.get_secret_value()
     path = settings.data_dir / URL_FILE
     try:
-        return path.read_text(encoding="utf-8").strip()
+        url = path.read_text(encoding="utf-8").strip()
+        if is_in_use(settings.data_dir):
+            return url
+        left = f"{path} is left over from one that was killed"
     except FileNotFoundError:
-        raise StartupError(
-            f"no server found: no --redis-url, and no embedded server has left its address in {path}; "
-            "start one with `pagemill serve`"
-        ) from None
+        left = f"no embedded server has left its address in {path}"
     except OSError as error:
         raise StartupError(f"can't read the server's address from {path}: {error.strerror}") from None
+    raise StartupError(f"no worker runs here: no --redis-url, and {left}; start one with `{own_command()} serve`")
+
+
+def own_command() -> str:
+    """How the shell that we were started from finds this program: by its name where PATH leads to it, else by a path.
+
+    The path is relative where that is shorter: it works in the same folder.
+    """
+    script = Path(sysconfig.get_path("scripts")) / "pagemill"
+    if not script.exists():
+        return f"{shlex.quote(sys.executable)} -m ops.cli"
+    found = shutil.which("pagemill")
+    if found is not None and os.path.realpath(found) == os.path.realpath(script):
+        return "pagemill"
+    return shlex.quote(min(str(script), os.path.relpath(script), key=len))
+
+
+class _NamingLink(Link):
+    """A connection that says which key holds something else than a command reads."""
+
+    async def call(self, *command: Argument) -> Any:
+        """See Link.call. Raises StartupError for a key of another type."""
+        try:
+            return await super().call(*command)
+        except ServerError as error:
+            if not error.is_wrong_type:
+                raise
+            key = next(word for word in map(_as_text, command) if word.startswith("pagemill:"))
+            raise StartupError(
+                f"{key} holds something else than this command reads: look with `pagemill redis TYPE '{key}'`, then "
+                "RENAME or DEL it"
+            ) from error
+
+
+def _as_text(word: Argument) -> str:
+    return word.decode("utf-8", "replace") if isinstance(word, bytes) else str(word)
 
 
 def run_on_link(url: str, work: Callable[[Link], Awaitable[Answer]]) -> Answer:
     """What `work` answers on a connection of its own; its errors name the server, without the password."""
 
     async def run() -> Answer:
-        link = Link(url, "command")
+        link = _NamingLink(url, "command")
         try:
             return await work(link)
         except StreamsError as error:
@@ -79,5 +119,5 @@ def clear_connection_errors(url: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise StartupError(f"{redacted(url)}: {error}") from error
-    except ValueError as error:
-        raise StartupError(f"{redacted(url)} is no Redis URL: {error}") from error
+    except ValueError:
+        raise not_a_url(url) from None

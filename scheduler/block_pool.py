@@ -79,15 +79,21 @@ class BlockPool:
         if num_blocks > self.num_free:
             return None
         allocated = []
+        block = self._head.next
         for _ in range(num_blocks):
-            block = self._head.next
             assert block.ref_cnt == 0, f"the free list hands out {block}"
-            self._unlink(block)
             block.ref_cnt = 1
             if block.content is not None:
                 self._on_evict(block.content)
                 block.content = None
+                self.num_free_cached -= 1
             allocated.append(block)
+            after = block.next
+            block.prev = block.next = block
+            block = after
+        # All of them stood in a row, so the ring is closed once.
+        self._head.next, block.prev = block, self._head
+        self.num_free -= num_blocks
         return allocated
 
     def touch(self, blocks: Iterable[Block]) -> None:

@@ -23,9 +23,10 @@ class CacheConfig:
     """Sizes of the paged KV cache, in blocks.
 
     `num_cpu_blocks` is the swap tier; 0 means that there is none. `kv_block_bytes` are the bytes of one block, for
-    what a copy costs. `is_prefix_shared_by_tenants`: sequences of
-    different tenants may reuse one another's cached prefixes. It is off by default, since the time to the first
-    token tells a tenant whether somebody else has sent the same prompt.
+    what a copy costs. `swap_step_blocks`: a step begins to copy at most so many blocks each way between the tiers, so
+    that the swap of a long sequence does not hold the others up; 0: any number. `is_prefix_shared_by_tenants`:
+    sequences of different tenants may reuse one another's cached prefixes. It is off by default, since the time to
+    the first token tells a tenant whether somebody else has sent the same prompt.
 
     Raises InvalidConfigError.
     """
@@ -36,6 +37,7 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     is_prefix_shared_by_tenants: bool = False
     kv_block_bytes: int = 0
+    swap_step_blocks: int = 0
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1 or self.block_size < 1 or self.num_cpu_blocks < 0:
@@ -43,6 +45,8 @@ class CacheConfig:
                 f"the KV cache has {self.num_blocks} blocks of {self.block_size} tokens and {self.num_cpu_blocks} in "
                 "the CPU tier: use at least 1 block of at least 1 token, and 0 or more for the CPU tier"
             )
+        if self.swap_step_blocks < 0:
+            raise InvalidConfigError(f"swap_step_blocks is {self.swap_step_blocks}: use a whole number from 0")
 
 
 @dataclass(frozen=True, slots=True)

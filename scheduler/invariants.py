@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+from scheduler.beam_blocks import each_beam
+from scheduler.beam_group import BeamGroup
 from scheduler.block_pool import BlockPool
 from scheduler.prefix_cache import PrefixCache
 from scheduler.scheduler import Scheduler
@@ -14,14 +16,17 @@ def check(scheduler: Scheduler) -> None:
     check_pool(scheduler)
     check_prefix_cache(scheduler)
     check_queues(scheduler)
-    for seq in scheduler.running:
+    for seq in _unfinished(scheduler):
+        if seq.beams is not None:
+            check_beams(seq.beams)
+    for seq in each_beam(scheduler.running):
         check_running(scheduler, seq)
-    for seq in scheduler.waiting:
-        if seq.status is SequenceStatus.SWAPPED:
+    for seq in each_beam(scheduler.waiting):
+        if seq.head.status is SequenceStatus.SWAPPED:
             check_swapped(scheduler, seq)
         else:
             check_waiting(seq)
-    for seq in scheduler.moving.values():
+    for seq in each_beam(scheduler.moving.values()):
         check_moving(scheduler, seq)
     check_swap_tier(scheduler)
     if not scheduler.has_unfinished and not scheduler.kv.has_transfers:
@@ -32,7 +37,7 @@ def check(scheduler: Scheduler) -> None:
 def check_pool(scheduler: Scheduler) -> None:
     """Free + unique owned + cached = total; a reference for each table or transfer that holds a block."""
     pool, flights = scheduler.kv.pool, _flights(scheduler)
-    owners = Counter(block.block_id for seq in _unfinished(scheduler) for block in seq.block_table)
+    owners = Counter(block.block_id for seq in _holders(scheduler) for block in seq.block_table)
     owners.update(block.block_id for flight in flights for block in flight.device)
     _check_references(pool, owners)
     stats = scheduler.stats()
@@ -58,7 +63,7 @@ def check_swap_tier(scheduler: Scheduler) -> None:
         assert not moving, f"{[*moving]} are on their way, but there is no CPU tier"
         return
     flights = swap.flights.values()
-    owners = Counter(block.block_id for seq in seqs for block in seq.cpu_table)
+    owners = Counter(block.block_id for seq in each_beam(seqs) for block in seq.cpu_table)
     owners.update(block.block_id for flight in flights for block in flight.cpu)
     _check_references(swap.pool, owners)
     _check_entries(swap.pool, swap.index)
@@ -74,6 +79,11 @@ def check_prefix_cache(scheduler: Scheduler) -> None:
 
 def _unfinished(scheduler: Scheduler) -> list[Sequence]:
     return [*scheduler.running, *scheduler.waiting, *scheduler.moving.values()]
+
+
+def _holders(scheduler: Scheduler) -> list[Sequence]:
+    """All that may hold blocks."""
+    return list(each_beam(_unfinished(scheduler)))
 
 
 def _flights(scheduler: Scheduler) -> list[Flight]:
@@ -113,29 +123,48 @@ def check_queues(scheduler: Scheduler) -> None:
         f"{len(scheduler.complete)} complete sequences, but {num_unfinished} are unfinished"
     )
     max_num_seqs = scheduler.config.max_num_seqs
-    num_coming = sum(seq.status is SequenceStatus.SWAPPING_IN for seq in scheduler.moving.values())
-    num_admitted = len(scheduler.running) + num_coming
+    coming = [seq for seq in scheduler.moving.values() if seq.status is SequenceStatus.SWAPPING_IN]
+    num_admitted = sum(seq.sampling.beam_width for seq in (*scheduler.running, *coming))
     assert num_admitted <= max_num_seqs, f"{num_admitted} run or are swapped in, but at most {max_num_seqs} may"
+
+
+def check_beams(group: BeamGroup) -> None:
+    """Different replies of one length, the head's among them, no more than the width, the likeliest first."""
+    beams, head, logprobs = group.beams, group.head, group.search.logprobs
+    assert sum(beam is head for beam in beams) == 1, f"{head} is not among its beams {beams}"
+    assert 1 <= len(beams) == len(logprobs) <= group.search.width, f"{len(beams)} beams, {len(logprobs)} of them scored"
+    assert all(beam.beams is group for beam in beams), f"{beams} are beams of one group"
+    assert len({beam.num_tokens for beam in beams}) == 1, f"{beams} differ in length"
+    assert len({tuple(beam.generated_token_ids) for beam in beams}) == len(beams), f"two of {beams} are the same"
+    assert len({beam.seq_id for beam in beams}) == len(beams), f"two of {beams} have one id"
+    assert logprobs == sorted(logprobs, reverse=True), f"beams of {head} are out of order: {logprobs}"
+    prompt = head.token_ids[: head.num_prompt_tokens]
+    assert all(beam.token_ids[: head.num_prompt_tokens] == prompt for beam in beams), f"{beams} differ in their prompt"
 
 
 def check_running(scheduler: Scheduler, seq: Sequence) -> None:
     """Computed ≤ known tokens; no block beyond that of its last token; what is shared is sealed, or copied next.
 
-    Only a family shares a block that is not full: whose next chunk writes to it copies it before that.
+    Only a family and beams share a block that is not full: whose next chunk writes to it copies it before that.
     """
-    assert seq.status is SequenceStatus.RUNNING, f"{seq} is in the running queue"
+    assert seq.head.status is SequenceStatus.RUNNING, f"{seq} is in the running queue"
     num_max = seq.max_num_tokens
     assert seq.num_computed_tokens <= seq.num_tokens < num_max, f"{seq} goes beyond its {num_max} tokens"
     num_blocks, block_size = len(seq.block_table), scheduler.kv.block_size
     assert seq.num_computed_tokens <= num_blocks * block_size < seq.num_tokens + block_size, (
         f"{seq} has blocks for {num_blocks * block_size} tokens"
     )
+    if seq.num_computed_tokens < seq.num_decode_slots:
+        is_mere_decode = seq.has_row and seq.family is None and seq.num_decode_slots == num_blocks * block_size
+        assert is_mere_decode, f"{seq} has no row, shares, or has no {seq.num_decode_slots} slots to decode into"
+        num_more = min(num_blocks + 1, scheduler.kv.num_blocks_for(num_max - 1)) - num_blocks
+        assert seq.num_promised_blocks == num_more, f"{seq} is promised {seq.num_promised_blocks} blocks"
     num_full = seq.num_computed_tokens // block_size
     is_entered = seq.use_prefix_cache and (seq.is_followed or seq.num_preemptions > 0)
     if scheduler.kv.prefix_cache is not None and is_entered:
         assert seq.num_sealed_blocks == num_full, f"{seq} has sealed {seq.num_sealed_blocks} of {num_full} full blocks"
     for index, block in enumerate(seq.block_table):
-        is_copied = index == num_full and seq.family is not None
+        is_copied = index == num_full and (seq.family is not None or seq.beams is not None)
         assert block.ref_cnt == 1 or index < num_full or is_copied, (
             f"{block} is block {index} of {seq}: shared, but not full"
         )
@@ -143,7 +172,7 @@ def check_running(scheduler: Scheduler, seq: Sequence) -> None:
 
 def check_waiting(seq: Sequence) -> None:
     """Who waits holds nothing."""
-    assert seq.status is SequenceStatus.WAITING, f"{seq} is in the waiting queue"
+    assert seq.head.status is SequenceStatus.WAITING, f"{seq} is in the waiting queue"
     num_held = seq.num_computed_tokens + seq.num_sealed_blocks + len(seq.block_table) + len(seq.cpu_table)
     assert num_held == 0, f"{seq} waits, but has computed tokens or blocks"
 
@@ -152,18 +181,21 @@ def check_swapped(scheduler: Scheduler, seq: Sequence) -> None:
     """Who is swapped holds blocks for exactly its computed tokens in the CPU tier, and none on the device."""
     assert seq.num_computed_tokens + seq.num_sealed_blocks + len(seq.block_table) == 0, f"{seq} is swapped and holds"
     num_blocks = scheduler.kv.num_blocks_for(seq.num_swapped_tokens)
-    assert 0 < len(seq.cpu_table) == num_blocks, f"{seq} has {len(seq.cpu_table)} CPU blocks of {num_blocks}"
+    assert len(seq.cpu_table) == num_blocks, f"{seq} has {len(seq.cpu_table)} CPU blocks of {num_blocks}"
+    # A beam may have lost its blocks to a recompute, and not come back before it was swapped.
+    assert num_blocks > 0 or seq.head is not seq, f"{seq} is swapped, but has nothing in the CPU tier"
     assert not seq.is_damaged, f"{seq} is swapped, but its blocks are damaged"
     assert not seq.has_row, f"{seq} is swapped, but has a row"
 
 
 def check_moving(scheduler: Scheduler, seq: Sequence) -> None:
     """Who is on its way waits for a transfer, and holds CPU blocks; device blocks, as many, only on its way in."""
-    assert seq.num_transfers > 0, f"{seq} is on its way, but waits for no transfer"
+    status = seq.head.status
+    assert seq.head.num_transfers > 0, f"{seq} is on its way, but waits for no transfer"
     assert not seq.has_row, f"{seq} is on its way, but has a row"
     num_blocks = scheduler.kv.num_blocks_for(seq.num_swapped_tokens)
-    num_device = num_blocks if seq.status is SequenceStatus.SWAPPING_IN else 0
-    assert seq.status in (SequenceStatus.SWAPPING_IN, SequenceStatus.SWAPPING_OUT), f"{seq} is on its way"
+    num_device = num_blocks if status is SequenceStatus.SWAPPING_IN else 0
+    assert status in (SequenceStatus.SWAPPING_IN, SequenceStatus.SWAPPING_OUT), f"{seq} is on its way"
     assert (len(seq.block_table), len(seq.cpu_table)) == (num_device, num_blocks), (
         f"{seq} is on its way with {num_blocks} blocks, but holds {len(seq.cpu_table)} in the CPU tier"
     )

@@ -1,5 +1,8 @@
 """The only one that hands blocks to sequences and takes them back."""
 
+from collections import Counter
+
+from scheduler.beam_blocks import num_held_blocks
 from scheduler.block_pool import Block, BlockPool
 from scheduler.config import CacheConfig
 from scheduler.hit_sampling import HitSampler
@@ -22,7 +25,9 @@ class KVCacheManager:
 
     `swap` is the CPU tier, None where there is none: a second BlockPool with a PrefixCache of its own.
 
-    A block that others hold too is only read. Who is about to write to one gets a copy in its place first.
+    A block that others hold too, or that is found by its content, is only read. Who is about to write to one gets a
+    copy in its place first; but the last of those that held it writes to it, copies being made before anything is
+    computed.
     """
 
     def __init__(self, config: CacheConfig, hash_function: HashFunction = chain_hash) -> None:
@@ -33,11 +38,15 @@ class KVCacheManager:
         self.swap: SwapTier | None = None
         if config.num_cpu_blocks:
             index = _make_prefix_cache(config, hash_function)
-            self.swap = SwapTier(config.num_cpu_blocks, self.pool, index, config.kv_block_bytes)
+            self.swap = SwapTier(
+                config.num_cpu_blocks, self.pool, index, config.kv_block_bytes, config.swap_step_blocks
+            )
         self.sampler = HitSampler()
         # Copies of this step, (source, target). Each holds its source until the step is built, so that nobody gets it
         # before it is read.
         self._copies: list[tuple[Block, Block]] = []
+        # How many of them read a block, by its id.
+        self._num_readers: Counter[int] = Counter()
         self.num_copied_blocks = 0
         self.num_forks = 0
         self.num_queried_tokens = 0
@@ -71,6 +80,17 @@ class KVCacheManager:
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """Cached blocks that `seq`, which has none yet, could begin with. At least one token is left to compute."""
         return self.prefix_cache.find(seq) if self.prefix_cache is not None and self._follows(seq) else []
+
+    def find_all(self, seq: Sequence) -> list[Block]:
+        """What `seq`, or all its beams that were swapped, could begin with, each block once."""
+        if seq.beams is None or seq.status is not SequenceStatus.SWAPPED:
+            return self.find_prefix(seq)
+        found = [block for beam in seq.beams for block in self._find_swapped(beam)]
+        return list({block.block_id: block for block in found}.values())
+
+    def _find_swapped(self, beam: Sequence) -> list[Block]:
+        """What a beam that comes back could begin with, in the place of what it has in the CPU tier."""
+        return self.find_prefix(beam)[: beam.num_swapped_tokens // self.block_size]
 
     def num_found_tokens(self, seq: Sequence) -> int:
         """Tokens that `seq`, which has no blocks yet, need not compute if it is admitted now: found in either tier."""
@@ -136,10 +156,32 @@ class KVCacheManager:
         self.seal_full_blocks(child)
         self.num_forks += 1
 
+    def share(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child` hold all blocks of `parent`, whose known tokens it has, in the place of its own."""
+        self.free(child)
+        blocks = parent.block_table.head(len(parent.block_table))
+        self.pool.touch(blocks)
+        child.block_table.append(blocks)
+        child.block_hashes[:] = parent.block_hashes
+        child.num_computed_tokens, child.num_tokens_seen = parent.num_computed_tokens, parent.num_tokens_seen
+        child.num_sealed_blocks, child.sealed_name = parent.num_sealed_blocks, parent.sealed_name
+        child.is_followed = parent.is_followed
+        self.num_forks += 1
+
     def must_copy(self, seq: Sequence) -> bool:
-        """Whether the next token of `seq` is written to a block that others hold too."""
-        index = seq.num_computed_tokens // self.block_size
-        return index < len(seq.block_table) and seq.block_table[index].ref_cnt > 1
+        """Whether the next token of `seq` is written to a block that is not its own alone.
+
+        Others hold it too; or they did, and the prefix cache still knows it by what they had written.
+        """
+        index, blocks = seq.num_computed_tokens // self.block_size, seq.block_table.blocks
+        if index >= len(blocks):
+            return False
+        block = blocks[index]
+        return block.content is not None or (block.ref_cnt > 1 and self.num_holders(block.block_id) > 1)
+
+    def num_holders(self, block_id: int) -> int:
+        """References to a device block, but for those of copies of this step."""
+        return self.pool.blocks[block_id].ref_cnt - self._num_readers[block_id]
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """The copies on the device that chunks since the last call need before they are computed."""
@@ -148,6 +190,7 @@ class KVCacheManager:
         copies = tuple([BlockCopy(source.block_id, target.block_id) for source, target in self._copies])
         self.pool.free([source for source, _ in self._copies])
         self._copies.clear()
+        self._num_readers.clear()
         return copies
 
     def allocate_slots(self, seq: Sequence, num_tokens: int) -> tuple[int, ...] | None:
@@ -168,6 +211,14 @@ class KVCacheManager:
         seq.block_table.append(blocks)
         return tuple([block.block_id for block in blocks])
 
+    def try_append_block(self, seq: Sequence) -> tuple[int, ...] | None:
+        """Give `seq`, whose blocks are full, one more; its id. None, and nothing changed, where none is free."""
+        blocks = self.pool.allocate(1)
+        if blocks is None:
+            return None
+        seq.block_table.append(blocks)
+        return (blocks[0].block_id,)
+
     def _copy_on_write(self, seq: Sequence, copy: Block) -> None:
         """Put `copy` in the place of the block that `seq` writes to next, and note what is to be copied.
 
@@ -180,12 +231,13 @@ class KVCacheManager:
             self.pool.touch([source])
             self.pool.free([shared])
         self._copies.append((source, copy))
+        self._num_readers[source.block_id] += 1
         self.num_copied_blocks += 1
 
     def num_new_blocks(self, seq: Sequence, num_tokens: int) -> int:
         """Free blocks that `allocate_slots` would take; not above 0 where it would take none."""
         num_blocks = -(-(seq.num_computed_tokens + num_tokens) // self.block_size)
-        return num_blocks - len(seq.block_table) + self.must_copy(seq)
+        return num_blocks - len(seq.block_table.blocks) + self.must_copy(seq)
 
     def seal_full_blocks(self, seq: Sequence) -> None:
         """Offer the blocks that are full of computed tokens, and were not when last asked, to the prefix cache.
@@ -207,7 +259,9 @@ class KVCacheManager:
         Those at its beginning that others own as well will most likely still be there when it comes back.
         """
         assert self.swap is not None, f"{seq} is to be swapped, but there is no CPU tier"
-        num_out = self.swap.num_blocks_to_copy(seq, seq.num_computed_tokens // self.block_size)
+        if seq.beams is not None:
+            return self.swap.num_blocks_to_copy(seq, self.block_size), num_held_blocks(seq.beams)
+        num_out = self.swap.num_blocks_to_copy(seq, self.block_size)
         return num_out, len(seq.block_table) - self.num_shared_blocks(seq)
 
     def num_shared_blocks(self, seq: Sequence) -> int:
@@ -223,13 +277,11 @@ class KVCacheManager:
         SWAPPING_OUT or SWAPPED afterwards: none of its blocks is its own any more, but those that are being copied
         are free only when their transfer has ended.
         """
-        if self.swap is None or len(seq.block_table) == 0:
+        if self.swap is None or len(seq.block_table) == 0 or not self.swap.try_begin_out(seq, self.block_size):
             return False
-        num_computed = seq.num_computed_tokens
-        if not self.swap.try_begin_out(seq, num_computed // self.block_size):
-            return False
-        seq.num_swapped_tokens = num_computed
-        self._reset(seq)
+        for beam in seq.all_beams:
+            beam.num_swapped_tokens = beam.num_computed_tokens
+            self._reset(beam)
         return True
 
     def swap_in(self, seq: Sequence, hit: list[Block]) -> bool:
@@ -239,10 +291,15 @@ class KVCacheManager:
         SWAPPING_IN then. False where `hit` covers all that was swapped: nothing of it lies in the CPU tier any more.
         """
         assert self.swap is not None, f"{seq} is to be swapped in, but there is no CPU tier"
-        self.take_prefix(seq, hit)
-        num_missing = len(seq.cpu_table) - len(hit)
+        if seq.beams is None:
+            self.take_prefix(seq, hit)
+        else:
+            for beam, found in [(beam, self._find_swapped(beam)) for beam in seq.beams]:
+                self.take_prefix(beam, found)
+        num_missing = self.swap.num_blocks_to_copy_in(seq)
         if num_missing <= 0:
-            self.swap.free(seq)
+            for beam in seq.all_beams:
+                self.swap.free(beam)
             return False
         blocks = self.pool.allocate(num_missing)
         assert blocks is not None, f"{seq} is swapped in, but {self.num_available_blocks} free blocks fail it"
@@ -270,7 +327,7 @@ class KVCacheManager:
         return True
 
     def take_transfers(self) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
-        """The transfers that were begun since the last call: out, in."""
+        """The transfers that this step begins: out, in."""
         return ((), ()) if self.swap is None else self.swap.take_transfers()
 
     def end_transfer(self, result: TransferResult) -> list[Sequence]:
@@ -284,14 +341,16 @@ class KVCacheManager:
         for seq in ready:
             if seq.is_damaged:
                 self._forget_lookup(seq)
-                self.free(seq)
+                for beam in seq.all_beams:
+                    self.free(beam)
                 seq.status = SequenceStatus.WAITING
             elif seq.status is SequenceStatus.SWAPPING_OUT:
                 seq.status = SequenceStatus.SWAPPED
             else:
-                seq.num_computed_tokens = seq.num_swapped_tokens
-                self.swap.free(seq)
-                self.seal_full_blocks(seq)
+                for beam in seq.all_beams:
+                    beam.num_computed_tokens = beam.num_swapped_tokens
+                    self.swap.free(beam)
+                    self.seal_full_blocks(beam)
                 seq.status = SequenceStatus.RUNNING
         return ready
 

@@ -5,6 +5,8 @@ schedule() -> SchedulerOutput -> ModelRunner.execute() -> ModelRunnerOutput -> u
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import compress
+from typing import Final, NamedTuple
 
 from scheduler.sampling_params import SamplingParams
 
@@ -24,12 +26,11 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-@dataclass(frozen=True, slots=True)
-class NewRow:
+class NewRow(NamedTuple):
     """A sequence that enters the runner's input batch: new, or back after a preemption.
 
     `token_ids` are all known tokens (prompt and generated so far); `block_ids` all its physical blocks in
-    logical order, those for this step's chunk included.
+    logical order, those for this step's chunk included. `num_candidates` are wanted of a beam, 0 of others.
     """
 
     seq_id: str
@@ -38,25 +39,61 @@ class NewRow:
     sampling: SamplingParams
     seed: int
     block_ids: tuple[int, ...]
+    num_candidates: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """The tokens of one sequence that this step computes: positions [start, start + num_tokens).
+class Chunks:
+    """The tokens that a step computes: a chunk of each of its sequences, in columns of equal length.
 
-    `new_block_ids` are the blocks appended to its table since its last chunk (empty for a NewRow of this step).
-    `is_sampled`: the chunk reaches the last known token, so the next token is drawn from its last logits row.
+        seq_ids      "a"    "b"    "c"
+        starts       40     0      16       the chunk is positions [start, start + num_tokens) of the sequence
+        num_tokens   1      30     16
+        is_sampled   True   True   False    it reaches the last known token, so the next one is drawn from its last
+                                            logits row
+
+    In columns, since nearly all chunks are one token of a decode: with hundreds of sequences, to make an object for
+    each costs more than to decide the step.
     """
 
+    seq_ids: tuple[str, ...] = ()
+    starts: tuple[int, ...] = ()
+    num_tokens: tuple[int, ...] = ()
+    is_sampled: tuple[bool, ...] = ()
+
+    @property
+    def sampled_ids(self) -> list[str]:
+        """The sequences whose next token is drawn, in order."""
+        return list(compress(self.seq_ids, self.is_sampled))
+
+    def part(self, start: int, end: int) -> "Chunks":
+        """Chunks [start, end) of them."""
+        cut = slice(start, end)
+        return Chunks(self.seq_ids[cut], self.starts[cut], self.num_tokens[cut], self.is_sampled[cut])
+
+    def __len__(self) -> int:
+        return len(self.seq_ids)
+
+
+NO_CHUNKS: Final = Chunks()
+
+
+class NewBlocks(NamedTuple):
+    """The blocks to be appended to the row of a sequence, which the runner has already."""
+
     seq_id: str
-    start: int
-    num_tokens: int
-    new_block_ids: tuple[int, ...]
-    is_sampled: bool
+    block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
+class RowToken(NamedTuple):
+    """The token at `position` of a row is `token_id`, whatever was drawn: the scheduler has chosen it, for a beam."""
+
+    seq_id: str
+    position: int
+    token_id: int
+
+
+class BlockCopy(NamedTuple):
     """Copy block `src` to block `dst`; which tier each lies on is said by the list that holds it."""
 
     src: int
@@ -87,32 +124,42 @@ class TransferResult:
 class SchedulerOutput:
     """One step's work, in the order in which the runner does it.
 
-    1. drop the rows `removed_ids` (finished, aborted or preempted); 2. make `new_rows`; 3. begin the copies:
-    `swap_outs` (device to CPU), `swap_ins` (CPU to device), and do `block_copies` (device to device, copy-on-write);
-    4. compute `chunks`.
+    1. drop the rows `removed_ids` (finished, aborted or preempted); 2. make `new_rows`, and put `row_tokens` into and
+    append `new_blocks` to the others; 3. begin the copies: `swap_outs` (device to CPU), `swap_ins` (CPU to device), and
+    do `block_copies` (device to device, copy-on-write); 4. compute `chunks`.
 
     A transfer may end in this step or in any later one. Until its end is reported no chunk touches its blocks on
     either side, but for reading what is shared and full.
     """
 
     step: int
-    chunks: tuple[Chunk, ...] = ()
+    chunks: Chunks = NO_CHUNKS
     new_rows: tuple[NewRow, ...] = ()
+    new_blocks: tuple[NewBlocks, ...] = ()
     removed_ids: tuple[str, ...] = ()
     block_copies: tuple[BlockCopy, ...] = ()
     swap_outs: tuple[Transfer, ...] = ()
     swap_ins: tuple[Transfer, ...] = ()
+    row_tokens: tuple[RowToken, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """Tokens that this step computes."""
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return sum(self.chunks.num_tokens)
 
     @property
     def num_swapped_blocks(self) -> tuple[int, int]:
         """Blocks that this step begins to copy to the CPU tier, and back."""
         outs = sum([len(transfer.copies) for transfer in self.swap_outs])
         return outs, sum([len(transfer.copies) for transfer in self.swap_ins])
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token that a beam may go on with, and its log probability, by the model's raw logits."""
+
+    token_id: int
+    logprob: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +171,7 @@ class ModelRunnerOutput:
     `logprobs` has the log probability of each token whose sequence chooses by it, by the model's raw logits.
     `transfers` are those that have ended since the last step, whichever step they began in.
     `num_splits`: how often memory ran out in this step, so that it was computed in parts.
+    `candidates` of each sampled beam, the likeliest first. (`sampled` has the likeliest, which nobody follows.)
     """
 
     sampled: dict[str, int]
@@ -132,13 +180,14 @@ class ModelRunnerOutput:
     out_of_memory_ids: frozenset[str] = frozenset()
     num_splits: int = 0
     logprobs: dict[str, float] = field(default_factory=dict)
+    candidates: dict[str, tuple[Candidate, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceStats:
     """What one sequence cost, told when it ends. Times are seconds of the clock that the caller passes in.
 
-    `swapped_bytes` counts both ways.
+    `swapped_bytes` counts both ways. `num_saved_blocks` are the most blocks that the beams of a search saved at a time.
     """
 
     num_prompt_tokens: int
@@ -151,14 +200,31 @@ class SequenceStats:
     first_scheduled_s: float | None
     first_token_s: float | None
     finished_s: float
+    num_saved_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceOutput:
+class Hypothesis:
+    """A reply that a beam search has found.
+
+    `logprob` is the sum over its tokens, the one that ended it included; `score` is that, divided by its length to the
+    power of the length penalty.
+    """
+
+    token_ids: tuple[int, ...]
+    logprob: float
+    score: float
+    finish_reason: FinishReason
+
+
+class SequenceOutput(NamedTuple):
     """New tokens of one sequence after a step; `stats` comes with a finish reason and not before.
+
+    A tuple, since a step makes hundreds of them, and a frozen dataclass takes several times as long to make.
 
     `error` is the reason of FinishReason.ERROR; `is_out_of_memory`: the same request may well succeed later.
     `logprob` is that of the new tokens, where its request chooses by it.
+    A beam search tells no new tokens, but at its end `hypotheses`, the best first, and the best one's finish reason.
     """
 
     seq_id: str
@@ -168,6 +234,7 @@ class SequenceOutput:
     stats: SequenceStats | None = None
     is_out_of_memory: bool = False
     logprob: float | None = None
+    hypotheses: tuple[Hypothesis, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

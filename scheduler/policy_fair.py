@@ -3,15 +3,16 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from scheduler.output import Chunk
-from scheduler.sequence import Sequence
+from scheduler.account import Account
+from scheduler.beam_blocks import each_beam
+from scheduler.sequence import Sequence, SequenceStatus
 
 # Accounts of tenants that are gone are kept while they are over their share, but no more than so many.
 MAX_GONE = 1024
 
 
 class FairShare:
-    """Accounts of the tenants that have unfinished sequences, in tokens; a rule of `Policy` by them.
+    """Accounts of the tenants that have unfinished sequences, in tokens; `Policy` has a rule by them.
 
     A tenant pays for the tokens of its prompts when they are admitted (but for those found in the prefix cache), for
     each token generated, and for each block it holds through a step: the whole pool held for a second costs as many
@@ -26,7 +27,7 @@ class FairShare:
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
-        self._used: dict[str, float] = {}
+        self._accounts: dict[str, Account] = {}
         self._gone: dict[str, float] = {}
         self._num_seqs: Counter[str] = Counter()
         # What whoever left last had used: the level at which the next one begins where nobody is here.
@@ -34,21 +35,20 @@ class FairShare:
         self._busy_s = 0.0
         self._num_tokens = 0
 
-    def __call__(self, seq: Sequence) -> float:
-        """What the tenant of `seq`, which is unfinished, has used, in tokens."""
-        return self._used[seq.tenant]
-
     @property
     def used(self) -> dict[str, float]:
-        """A copy of the accounts of those that are here."""
-        return dict(self._used)
+        """What those that are here have used, in tokens."""
+        return {tenant: account.used for tenant, account in self._accounts.items()}
 
     def arrive(self, seq: Sequence) -> None:
-        """A sequence was taken on."""
+        """A sequence was taken on: from now on its account is that of its tenant."""
         tenant = seq.tenant
         self._num_seqs[tenant] += 1
-        if tenant not in self._used:
-            self._used[tenant] = max(self._gone.pop(tenant, 0.0), self._level())
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = Account(max(self._gone.pop(tenant, 0.0), self._level()))
+            self._accounts[tenant] = account
+        seq.account = account
 
     def leave(self, seq: Sequence) -> None:
         """A sequence has ended, however it did."""
@@ -57,8 +57,8 @@ class FairShare:
         if self._num_seqs[tenant]:
             return
         del self._num_seqs[tenant]
-        used = self._used.pop(tenant)
-        self._last_level = max(self._last_level, used) if not self._used else self._last_level
+        used = self._accounts.pop(tenant).used
+        self._last_level = max(self._last_level, used) if not self._accounts else self._last_level
         level = self._level()
         if used > level:
             self._gone[tenant] = used
@@ -69,23 +69,25 @@ class FairShare:
 
     def charge_prompt(self, seq: Sequence, num_tokens: int) -> None:
         """`seq` was admitted for the first time, and has so many tokens to compute."""
-        self._used[seq.tenant] += num_tokens
+        seq.account.used += num_tokens
 
-    def charge_step(self, running: Iterable[Sequence], work: Iterable[tuple[Sequence, Chunk]], step_s: float) -> None:
-        """A step of `step_s` seconds is over: `work` was computed while `running` held their blocks."""
-        used = self._used
-        num_tokens = 0
-        for seq, chunk in work:
-            num_tokens += chunk.num_tokens
-            if chunk.is_sampled and not seq.is_finished:
-                used[seq.tenant] += 1
+    def charge_step(
+        self, running: Iterable[Sequence], sampled: Iterable[Sequence], num_tokens: int, step_s: float
+    ) -> None:
+        """A step of `step_s` seconds is over: it computed so many tokens while `running` held their blocks.
+
+        `sampled` get a token each; whoever of them has ended meanwhile does not.
+        """
+        for seq in sampled:
+            if seq.status is not SequenceStatus.FINISHED:
+                seq.account.used += 1
         self._busy_s += step_s
         self._num_tokens += num_tokens
         if step_s <= 0:
             return
         price = step_s * self._num_tokens / (self._busy_s * self._num_blocks)
-        for seq in running:
-            used[seq.tenant] += price * len(seq.block_table)
+        for seq in each_beam(running):
+            seq.account.used += price * len(seq.block_table.blocks)
 
     def _level(self) -> float:
-        return min(self._used.values()) if self._used else self._last_level
+        return min([account.used for account in self._accounts.values()], default=self._last_level)

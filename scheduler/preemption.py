@@ -2,11 +2,12 @@
 
 from bisect import insort
 from collections.abc import Callable, Iterator
+from itertools import islice
 from math import inf
 
 from scheduler.config import PreemptionMode, SchedulerConfig
 from scheduler.kv_cache_manager import KVCacheManager
-from scheduler.policy import Key
+from scheduler.policy import Key, age_key
 from scheduler.sequence import Sequence, SequenceStatus
 
 
@@ -45,7 +46,7 @@ class RunningQueue:
         index = self._seqs.index(seq)
         del self._seqs[index]
         if index == 0 and self._seqs:
-            heir = min(self._seqs, key=lambda other: (other.arrival_s, other.serial))
+            heir = min(self._seqs, key=age_key)
             self._seqs.remove(heir)
             self._seqs.insert(0, heir)
 
@@ -53,6 +54,18 @@ class RunningQueue:
         """Take out the least protected one, which is never the leader."""
         assert len(self._seqs) > 1, f"the leader {self._seqs} is alone and still lacks blocks"
         return self._seqs.pop()
+
+    def last_first(self) -> Iterator[Sequence]:
+        """All but the leader, the least protected first. Nobody may be added or removed meanwhile."""
+        return islice(reversed(self._seqs), max(0, len(self._seqs) - 1))
+
+    def growing(self) -> list[int]:
+        """The numbers of those whose next chunk is no mere decode (`Sequence.num_decode_slots`)."""
+        return [number for number, seq in enumerate(self._seqs) if seq.num_computed_tokens >= seq.num_decode_slots]
+
+    def part(self, start: int, end: int) -> list[Sequence]:
+        """Numbers [start, end) of them, as far as there are so many."""
+        return self._seqs[start:end]
 
     def __getitem__(self, index: int) -> Sequence:
         return self._seqs[index]
@@ -80,14 +93,19 @@ class Preemptor:
         self.num_full_tier_recomputes = 0
 
     def preempt(self, victim: Sequence) -> None:
-        """Take the blocks of `victim`, which is in no queue now; it is WAITING, SWAPPING_OUT or SWAPPED afterwards."""
-        victim.num_preemptions += 1
-        self._kv.seal_full_blocks(victim)
+        """Take the blocks of `victim`, which is in no queue now; it is WAITING, SWAPPING_OUT or SWAPPED afterwards.
+
+        So it is with all its beams.
+        """
+        for beam in victim.all_beams:
+            beam.num_preemptions += 1
+            self._kv.seal_full_blocks(beam)
         is_swap_wanted = self._is_swap_wanted(victim)
         if is_swap_wanted and self._kv.try_begin_swap_out(victim):
             self.num_swaps += 1
             return
-        self._kv.free(victim)
+        for beam in victim.all_beams:
+            self._kv.free(beam)
         victim.status = SequenceStatus.WAITING
         self.num_recomputes += 1
         self.num_full_tier_recomputes += is_swap_wanted
@@ -104,6 +122,8 @@ class Preemptor:
     def recompute_cost_s(self, victim: Sequence) -> float:
         """Seconds that computing it again takes; inf where the rate is not known. What others keep is not computed."""
         rate = self._config.prefill_tokens_per_s
+        if victim.beams is not None:
+            return inf if rate is None else victim.beams.num_distinct_tokens / rate
         num_kept = self._kv.num_shared_blocks(victim) * self._kv.block_size
         return inf if rate is None else max(0, victim.num_computed_tokens - num_kept) / rate
 

@@ -50,16 +50,23 @@ class PrefixCache:
         It never covers the last known token, since that one must be computed to draw the next. `max_blocks` is a
         limit beside that.
         """
-        found = []
-        num_blocks = (len(seq.token_ids) - 1) // self._block_size
+        found: list[Block] = []
+        blocks, hashes, token_ids, block_size = self._blocks, seq.block_hashes, seq.token_ids, self._block_size
+        num_blocks = (len(token_ids) - 1) // block_size
+        if max_blocks is not None:
+            num_blocks = min(num_blocks, max_blocks)
         parent: int | tuple[str, ...] = self._root(seq)
-        for index in range(num_blocks if max_blocks is None else min(num_blocks, max_blocks)):
-            tokens = self._tokens(seq, index)
-            block = self._blocks.get(self._hash(seq, index, tokens))
-            if block is None or not _holds(block, parent, tokens):
+        # This runs for each block of each prompt that waits, step by step: nothing is called but where it must be.
+        for index in range(num_blocks):
+            start = index * block_size
+            tokens = token_ids[start : start + block_size].tobytes()
+            block = blocks.get(hashes[index] if index < len(hashes) else self._hash(seq, index, tokens))
+            if block is None:
                 break
-            assert block.content is not None
-            parent = block.content.name
+            content = block.content
+            if content is None or content.tokens != tokens or content.parent != parent:
+                break
+            parent = content.name
             found.append(block)
         return found
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from scheduler.errors import InvalidSamplingParamsError
 
@@ -10,6 +11,10 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_SEED = 2**63 - 1
 MAX_CHOICES = 16
+MAX_BEAM_WIDTH = 16
+MAX_LENGTH_PENALTY = 10.0
+
+EarlyStopping = bool | Literal["never"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +24,9 @@ class SamplingParams:
     temperature: 0 is greedy (argmax of the raw logits, the first index wins a tie).
     top_k: keep the k likeliest tokens; 0 keeps all. top_p: keep the smallest set of likeliest tokens whose
         probabilities reach p; 1 keeps all.
-    seed: the noise of a draw is a pure function of (seed, position), so one seed gives one text, alone or
-        in any batch. None: the engine draws a seed.
+    seed: the noise of a draw is a pure function of (seed, position), so from the same logits one seed gives one text,
+        alone or in any batch. Logits are the same to the bit with the compiled kernels (float32 on the CPU); elsewhere
+        they round by batch size, so a near tie may fall otherwise. None: the engine draws a seed.
     max_tokens: tokens to generate; None means what is left of the context.
     stop: generation ends where one of these strings appears in the generated text. The text up to it is
         kept, with it if `include_stop`.
@@ -31,6 +37,9 @@ class SamplingParams:
         n = 1 gives. The prompt is computed once.
     best_of: where it is above n, so many are generated, and the n of the largest sum of log probabilities (of the
         model's raw logits) are the answer, the best first.
+    beam_width: above 1, beam search with so many beams (transformers' `num_beams`), and the `n` best of what it finds
+        are the answer, the best first. Nothing is drawn: temperature, top_k, top_p and seed have no part in it.
+    length_penalty, early_stopping: how its hypotheses are scored, and when there are enough of them (`BeamSearch`).
 
     Raises InvalidSamplingParamsError, which names the field and what is accepted.
     """
@@ -46,6 +55,9 @@ class SamplingParams:
     ignore_eos: bool = False
     n: int = 1
     best_of: int = 1
+    beam_width: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 100):
@@ -67,6 +79,36 @@ class SamplingParams:
                 f"best_of is {self.best_of}: use a whole number from n, which is {self.n}, to {MAX_CHOICES}"
             )
         self._check_stops()
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        if not 1 <= self.beam_width <= MAX_BEAM_WIDTH:
+            raise InvalidSamplingParamsError(
+                f"beam_width is {self.beam_width}: use a whole number from 1 (no beam search) to {MAX_BEAM_WIDTH}"
+            )
+        if not (math.isfinite(self.length_penalty) and abs(self.length_penalty) <= MAX_LENGTH_PENALTY):
+            raise InvalidSamplingParamsError(
+                f"length_penalty is {self.length_penalty}: use a number from -{MAX_LENGTH_PENALTY:g} to "
+                f"{MAX_LENGTH_PENALTY:g}"
+            )
+        if self.early_stopping not in (True, False, "never"):
+            raise InvalidSamplingParamsError(f"early_stopping is {self.early_stopping!r}: use true, false or never")
+        if not self.is_beam_search:
+            return
+        if self.n > self.beam_width:
+            raise InvalidSamplingParamsError(
+                f"n is {self.n} and beam_width {self.beam_width}: use an n up to beam_width, or more beams"
+            )
+        if self.best_of > 1:
+            raise InvalidSamplingParamsError(
+                f"best_of is {self.best_of} and beam_width {self.beam_width}: best_of chooses among draws, beam_width "
+                "among beams: leave one of them out"
+            )
+        if self.stop:
+            raise InvalidSamplingParamsError(
+                "stop can't end a beam, since it is looked for in text, and beams are tokens that may still be "
+                "rewritten: use stop_token_ids with beam_width"
+            )
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -84,13 +126,23 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences are generated for it."""
+        """How many sequences are generated for it. (The beams of a search are the scheduler's own.)"""
         return max(self.n, self.best_of)
 
     @property
     def is_choosing(self) -> bool:
         """Whether more are generated than returned, so that the best are known only when all have ended."""
         return self.best_of > self.n
+
+    @property
+    def is_beam_search(self) -> bool:
+        """Whether it is searched for the likeliest replies, which are known only at the end."""
+        return self.beam_width > 1
+
+    @property
+    def is_told_at_the_end(self) -> bool:
+        """Whether no token is certain to be in the reply before all are."""
+        return self.is_choosing or self.is_beam_search
 
     @property
     def is_greedy(self) -> bool:

@@ -1,14 +1,17 @@
 """Decides, step by step, which tokens of which sequences are computed."""
 
+from dataclasses import replace
 from itertools import chain, count
 
 from scheduler.admission_delay import AdmissionDelay
+from scheduler.beam_blocks import each_beam, num_empty_slots
+from scheduler.beam_group import BeamGroup
+from scheduler.beam_intake import check_beams
 from scheduler.config import CacheConfig, PreemptionMode, SchedulerConfig
 from scheduler.deadlines import Deadlines
 from scheduler.errors import DuplicateSequenceError, InvalidConfigError, PromptTooLongError
 from scheduler.kv_cache_manager import KVCacheManager
 from scheduler.output import (
-    Chunk,
     FinishReason,
     ModelRunnerOutput,
     SchedulerOutput,
@@ -82,7 +85,8 @@ class Scheduler:
         # Who was dropped for its deadline since the last update.
         self._overdue: list[SequenceOutput] = []
         self._removed_ids: list[str] = []
-        self._in_flight: list[tuple[Sequence, Chunk]] | None = None
+        # The sequences of the chunks that are being computed, in their order.
+        self._in_flight: list[Sequence] | None = None
         self._step = 0
         self._serials = count()
         self._num_recomputed_tokens = 0
@@ -119,12 +123,15 @@ class Scheduler:
         """Take a sequence on. It is this scheduler's until it ends.
 
         Raises DuplicateSequenceError, PromptTooLongError where prompt and `max_tokens` could never fit, even with
-        nothing else running, and InvalidPromptError where its family has another prompt. A resumed sequence that
-        lacks nothing ends with the next `update`.
+        nothing else running, with all beams of a beam search, and InvalidPromptError where its family has another
+        prompt, or a beam search should be resumed. A resumed sequence that lacks nothing ends with the next `update`.
         """
         if seq.seq_id in self._seqs:
             raise DuplicateSequenceError(f"sequence {seq.seq_id} is running or waiting already: give it another id")
         seq.max_num_tokens = self._max_num_tokens_of(seq)
+        if seq.sampling.is_beam_search:
+            check_beams(seq, self.config.max_num_seqs, self.kv.pool.num_blocks, self.kv.block_size)
+            seq.beams = BeamGroup(seq, self.config.eos_token_ids)
         if seq.family is not None:
             seq.family.join(seq)
         seq.serial = next(self._serials)
@@ -176,15 +183,13 @@ class Scheduler:
             self._drop(seq, now)
         num_tokens = self._watch.guard.num_step_tokens(len(self.running))
         adder = StepAdder(self.kv, num_tokens, self._tier_hits)
-        if self.policy.fair is not None and self.kv.num_available_blocks < len(self.running):
-            self.running.reorder()
         has_lacked_blocks = self._serve_running(adder)
         # Who was preempted must not be let in again with the blocks it has just made room with.
         if self.waiting and not has_lacked_blocks and self._is_admission_due(adder, now):
             self._admit_waiting(adder, now)
         self._write_behind.begin(self.running)
         self._step += 1
-        self._in_flight = adder.work
+        self._in_flight = adder.seqs
         removed_ids, self._removed_ids = tuple(self._removed_ids), []
         return adder.build(self._step, removed_ids)
 
@@ -196,9 +201,9 @@ class Scheduler:
         """
         assert self._in_flight is not None, f"step {output.step} is updated twice"
         assert output.step == self._step, f"step {output.step} is updated, but step {self._step} was the last"
-        work, self._in_flight = self._in_flight, None
+        seqs, self._in_flight = self._in_flight, None
         self._num_step_splits += runner_output.num_splits
-        self._watch.end(now, self.running, work)
+        self._watch.end(now, self.running, seqs, output.chunks)
         for result in runner_output.transfers:
             self._end_transfer(result)
         outputs, self._overdue = self._overdue, []
@@ -206,20 +211,23 @@ class Scheduler:
             self._end(seq, reason)
             outputs.append(SequenceOutput(seq.seq_id, (), reason, stats=seq.stats(now)))
         self._complete.clear()
-        for seq, chunk in work:
+        chunks, sampled = output.chunks, runner_output.sampled
+        failed, logprobs = runner_output.failed, runner_output.logprobs
+        for seq, num_tokens, is_sampled in zip(seqs, chunks.num_tokens, chunks.is_sampled, strict=True):
             if seq.status is SequenceStatus.FINISHED:
                 continue
-            error = runner_output.failed.get(seq.seq_id)
-            if error is not None:
+            if failed and seq.seq_id in failed:
                 is_out_of_memory = seq.seq_id in runner_output.out_of_memory_ids
-                outputs.append(self._fail(seq, error, now, is_out_of_memory=is_out_of_memory))
+                outputs.append(self._fail(seq.head, failed[seq.seq_id], now, is_out_of_memory=is_out_of_memory))
                 continue
-            self._advance(seq, chunk)
-            if chunk.is_sampled:
-                logprob = runner_output.logprobs.get(seq.seq_id)
-                outputs.append(self._append_token(seq, runner_output.sampled[seq.seq_id], logprob, now))
-            elif self.policy.drops_hopeless and self._deadlines.is_hopeless(seq, now):
-                self._drop(seq, now)
+            self._advance(seq, num_tokens)
+            if is_sampled and seq.beams is not None:
+                outputs += self._advance_beams(seq.beams, seq, runner_output, now)
+            elif is_sampled:
+                logprob = logprobs.get(seq.seq_id) if logprobs else None
+                outputs.append(self._append_token(seq, sampled[seq.seq_id], logprob, now))
+            elif self.policy.drops_hopeless and self._deadlines.is_hopeless(seq.head, now):
+                self._drop(seq.head, now)
                 outputs.append(self._overdue.pop())
         return outputs
 
@@ -227,9 +235,16 @@ class Scheduler:
         """A snapshot. After an `update`, the slots that are filled are exactly those of computed tokens."""
         kv, pool, swap = self.kv, self.kv.pool, self.kv.swap
         num_allocated = kv.num_owned_blocks * kv.block_size
-        # Only full blocks are shared, so what is empty is empty in one sequence's last blocks. Blocks that are on
+        # But for beams only full blocks are shared, so what is empty is empty in one sequence's last blocks. Blocks on
         # their way in or out count as filled.
-        num_empty = sum([len(seq.block_table) * kv.block_size - seq.num_computed_tokens for seq in self.running])
+        num_empty = sum(
+            [
+                len(seq.block_table) * kv.block_size - seq.num_computed_tokens
+                if seq.beams is None
+                else num_empty_slots(seq.beams, kv.block_size)
+                for seq in self.running
+            ]
+        )
         num_swapped = 0 if swap is None else swap.num_sequences
         block_bytes = self._cache.kv_block_bytes
         return SchedulerStats(
@@ -268,7 +283,7 @@ class Scheduler:
         )
 
     def _num_saved_blocks(self) -> int:
-        num_in_tables = sum([len(seq.block_table) for seq in chain(self.running, self.moving.values())])
+        num_in_tables = sum([len(seq.block_table) for seq in each_beam(chain(self.running, self.moving.values()))])
         return num_in_tables - (self.kv.num_owned_blocks - self.kv.num_leaving_blocks)
 
     def _max_num_tokens_of(self, seq: Sequence) -> int:
@@ -291,32 +306,49 @@ class Scheduler:
         for it. So does a leader without anybody left to preempt: what it lacks is on its way.
         """
         running = self.running
+        growing = self._growing_in_order(adder)
+        num_other_beams = sum([len(running[index].all_beams) - 1 for index in growing])
         last_lacking: Sequence | None = None
         index = 0
-        while index < len(running) and adder.num_tokens_left > 0:
-            seq = running[index]
-            num_behind = len(running) - index - 1
-            if adder.try_serve(seq, num_behind):
-                index += 1
-                continue
-            if seq is not last_lacking:
-                last_lacking = seq
-                self._num_missing_blocks += adder.num_missing_blocks(seq, num_behind)
-            is_last = len(running) == 1 and self.kv.has_transfers
-            if is_last or (self.kv.has_transfers and adder.try_reserve(seq, num_behind)):
-                index += 1
-                continue
-            self._preempt(running.pop_victim())
+        for growing_index in (*growing, len(running)):
+            adder.serve_decodes(running.part(index, growing_index))
+            index = growing_index
+            while index == growing_index < len(running) and adder.num_tokens_left > 0:
+                seq = running[index]
+                num_behind = len(running) - index - 1 + num_other_beams
+                if adder.try_serve(seq, num_behind):
+                    index += 1
+                    continue
+                if seq is not last_lacking:
+                    last_lacking = seq
+                    self._num_missing_blocks += adder.num_missing_blocks(seq, num_behind)
+                is_last = len(running) == 1 and self.kv.has_transfers
+                if is_last or (self.kv.has_transfers and adder.try_reserve(seq, num_behind)):
+                    index += 1
+                    continue
+                self._preempt(running.pop_victim())
+            if index >= len(running) or adder.num_tokens_left == 0:
+                break
         return last_lacking is not None
+
+    def _growing_in_order(self, adder: StepAdder) -> list[int]:
+        """Which of the running sequences are no mere decodes, those being in the order of now if blocks may run out."""
+        growing = self.running.growing()
+        if self.policy.fair is None or not adder.may_lack_blocks([self.running[index] for index in growing]):
+            return growing
+        self.running.reorder()
+        return self.running.growing()
 
     def _remove_row(self, seq: Sequence) -> None:
         """Have the runner drop its row, if it has one: after a swap it gets it back with its next chunk only."""
         if seq.has_row:
             self._removed_ids.append(seq.seq_id)
             seq.has_row = False
+            seq.num_decode_slots = 0
 
     def _preempt(self, victim: Sequence) -> None:
-        self._remove_row(victim)
+        for beam in victim.all_beams:
+            self._remove_row(beam)
         self._preemptor.preempt(victim)
         self._place(victim)
 
@@ -335,38 +367,53 @@ class Scheduler:
             self._place(seq)
 
     def _is_admission_due(self, adder: StepAdder, now: float) -> bool:
-        """Not as long as others may come to fill the step; nothing is held back where nothing runs."""
+        """Whether one more may run now: nobody is held back for others to come where nothing runs."""
+        if adder.num_tokens_left == 0 or len(self.running) + len(self._coming()) >= self._watch.guard.num_seqs:
+            return False
         return len(self.running) == 0 or self._delay.is_due(self.waiting, adder.num_tokens_left, now)
+
+    def _coming(self) -> list[Sequence]:
+        """Those that are being swapped in: they will run as soon as that has ended."""
+        return [seq for seq in self.moving.values() if seq.status is SequenceStatus.SWAPPING_IN]
 
     def _admit_waiting(self, adder: StepAdder, now: float) -> None:
         """Admit in order while there is room. Small ones may pass a big one that doesn't fit, up to a limit."""
         passed: list[Sequence] = []
+        is_passed_too_often = False
         admitted: list[Sequence] = []
         hopeless: list[Sequence] = []
-        max_num_seqs = self._watch.guard.num_seqs
-        coming = [seq for seq in self.moving.values() if seq.status is SequenceStatus.SWAPPING_IN]
-        num_admitted = len(self.running) + len(coming)
+        max_num_seqs, drops_hopeless = self._watch.guard.num_seqs, self.policy.drops_hopeless
+        coming = self._coming()
+        num_admitted = sum([seq.sampling.beam_width for seq in chain(self.running, coming)])
         adder.open_admission(chain(self.running, coming))
         for seq in self.waiting.candidates():
             if adder.num_tokens_left == 0 or num_admitted >= max_num_seqs:
                 break
             if seq.family is not None and seq.family.is_awaited_by(seq):
                 continue
-            if self.policy.drops_hopeless and self._is_hopeless(seq, now):
+            if drops_hopeless and seq.deadline_s is not None and self._is_hopeless(seq, now):
                 hopeless.append(seq)
                 continue
-            if len(passed) == MAX_PASSED or any(other.num_passes == MAX_PASSES for other in passed):
+            if len(passed) == MAX_PASSED or is_passed_too_often:
                 break
-            if adder.try_admit(seq, is_alone=num_admitted == 0 and not self.kv.has_transfers):
+            num_rows = seq.sampling.beam_width
+            has_rows = num_admitted == 0 or num_admitted + num_rows <= max_num_seqs
+            if has_rows and adder.try_admit(seq, is_alone=num_admitted == 0 and not self.kv.has_transfers):
                 admitted.append(seq)
-                num_admitted += 1
+                num_admitted += num_rows
                 self._charge_prompt(seq)
                 for other in passed:
                     other.num_passes += 1
+                    is_passed_too_often |= other.num_passes == MAX_PASSES
             else:
                 passed.append(seq)
+                is_passed_too_often |= seq.num_passes == MAX_PASSES
         for seq in hopeless:
             self._drop(seq, now)
+        self._let_in(admitted, now)
+
+    def _let_in(self, admitted: list[Sequence], now: float) -> None:
+        """Move those that the step has taken in from the waiting queue to where they are now."""
         for seq in admitted:
             self.waiting.admit(seq)
             if seq.status is not SequenceStatus.SWAPPING_IN:
@@ -381,15 +428,16 @@ class Scheduler:
             num_present = max(seq.num_cached_tokens, seq.num_computed_tokens)
             self.policy.fair.charge_prompt(seq, max(0, seq.num_prompt_tokens - num_present))
 
-    def _advance(self, seq: Sequence, chunk: Chunk) -> None:
-        end = chunk.start + chunk.num_tokens
-        num_again = min(end, seq.num_tokens_seen) - chunk.start
-        if num_again > 0:
-            seq.num_recomputed_tokens += num_again
+    def _advance(self, seq: Sequence, num_tokens: int) -> None:
+        start = seq.num_computed_tokens
+        end = seq.num_computed_tokens = start + num_tokens
+        if start < seq.num_tokens_seen:
+            num_again = min(end, seq.num_tokens_seen) - start
+            seq.head.num_recomputed_tokens += num_again
             self._num_recomputed_tokens += num_again
         seq.num_tokens_seen = max(seq.num_tokens_seen, end)
-        seq.num_computed_tokens = end
-        if end // self.kv.block_size > seq.num_sealed_blocks:
+        block_size = self.kv.block_size
+        if end // block_size > start // block_size:
             self.kv.seal_full_blocks(seq)
 
     def _append_token(self, seq: Sequence, token_id: int, logprob: float | None, now: float) -> SequenceOutput:
@@ -402,6 +450,25 @@ class Scheduler:
         self.running.remove(seq)
         self._end(seq, reason)
         return SequenceOutput(seq.seq_id, (token_id,), reason, stats=seq.stats(now), logprob=logprob)
+
+    def _advance_beams(
+        self, group: BeamGroup, beam: Sequence, runner_output: ModelRunnerOutput, now: float
+    ) -> list[SequenceOutput]:
+        """Take in the candidates of a beam; when all have theirs, choose the next beams, or end the search."""
+        head = group.head
+        group.candidates[beam.seq_id] = runner_output.candidates[beam.seq_id]
+        if not group.is_standing:
+            return []
+        if head.first_token_s is None:
+            head.first_token_s = now
+        if not group.advance(self.kv, self._remove_row):
+            return []
+        self.running.remove(head)
+        hypotheses = group.hypotheses
+        self._end(head, hypotheses[0].finish_reason)
+        num_tokens = sum([len(hypothesis.token_ids) for hypothesis in hypotheses])
+        stats = replace(head.stats(now), num_generated_tokens=num_tokens)
+        return [SequenceOutput(head.seq_id, (), head.finish_reason, stats=stats, hypotheses=hypotheses)]
 
     def _is_hopeless(self, seq: Sequence, now: float) -> bool:
         """Whether a waiting sequence can't make it, even with what a tier or its family has of it."""
@@ -427,7 +494,8 @@ class Scheduler:
 
     def _fail(self, seq: Sequence, error: str, now: float, *, is_out_of_memory: bool) -> SequenceOutput:
         self.running.remove(seq)
-        self.kv.discard(seq)
+        for beam in seq.all_beams:
+            self.kv.discard(beam)
         self._end(seq, FinishReason.ERROR)
         return SequenceOutput(seq.seq_id, (), FinishReason.ERROR, error, seq.stats(now), is_out_of_memory)
 
@@ -436,11 +504,12 @@ class Scheduler:
 
         The caller has taken it out of its queue.
         """
-        self._remove_row(seq)
-        self.kv.free(seq)
+        for beam in seq.all_beams:
+            self._remove_row(beam)
+            self.kv.free(beam)
+            beam.status = SequenceStatus.FINISHED
         if seq.family is not None:
             seq.family.leave(seq)
-        seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
         del self._seqs[seq.seq_id]
         self._deadlines.leave(seq)

@@ -3,13 +3,18 @@
 from array import array
 from collections.abc import Sequence as Tokens
 from enum import Enum, auto
-from typing import Final
+from math import inf
+from typing import TYPE_CHECKING, Final
 
+from scheduler.account import Account
 from scheduler.block_table import BlockTable
 from scheduler.errors import InvalidPromptError
 from scheduler.family import Family
 from scheduler.output import FinishReason, SequenceStats
 from scheduler.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from scheduler.beam_group import BeamGroup
 
 
 class SequenceStatus(Enum):
@@ -70,13 +75,16 @@ class Sequence:
 
     __slots__ = (
         "__weakref__",
+        "account",
         "adapter",
         "arrival_s",
+        "beams",
         "block_hashes",
         "block_table",
         "cache_salt",
         "cpu_table",
         "deadline_s",
+        "due_s",
         "family",
         "finish_reason",
         "first_scheduled_s",
@@ -87,8 +95,10 @@ class Sequence:
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_decode_slots",
         "num_passes",
         "num_preemptions",
+        "num_promised_blocks",
         "num_prompt_tokens",
         "num_recomputed_tokens",
         "num_sealed_blocks",
@@ -97,6 +107,7 @@ class Sequence:
         "num_transfers",
         "num_written_blocks",
         "priority",
+        "rank",
         "sampling",
         "sealed_name",
         "seed",
@@ -145,14 +156,25 @@ class Sequence:
 
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
-        # Both are set by Scheduler.add: the order of arrival, and where generation ends at the latest.
+        # All are set by Scheduler.add: the order of arrival, where generation ends at the latest, and of a beam search
+        # the beams, of which this is one. (The others' sequences are made by the group.)
         self.serial = 0
         self.max_num_tokens = 0
+        self.beams: BeamGroup | None = None
         self.num_computed_tokens = 0
         # The most that was ever computed of it: what lies below and is computed again is the price of preemption.
         self.num_tokens_seen = 0
+        # What the order among sequences goes by, smallest first: see `policy`.
+        self.rank: Final = -priority
+        self.due_s: Final = inf if deadline_s is None else deadline_s
+        self.account = Account()
         # Whether the runner has a row for it.
         self.has_row = False
+        # Its tokens up to here are decodes, one a step, of which nothing but the start changes: the prompt is computed,
+        # its row has slots for them, and nobody else may hold the block that they lie in. 0 where that isn't so.
+        self.num_decode_slots = 0
+        # Blocks that it lacks for its known tokens and one block more; right while it runs and is served.
+        self.num_promised_blocks = 0
         self.block_table: Final = BlockTable()
         # The prefix cache's notes: hashes of its full blocks, how many blocks it has sealed, the last one's name.
         self.block_hashes: Final[list[int]] = []
@@ -193,6 +215,21 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :].tolist()
 
     @property
+    def is_new(self) -> bool:
+        """Whether it has never lost its blocks to others."""
+        return self.num_preemptions == 0
+
+    @property
+    def all_beams(self) -> "Tokens[Sequence]":
+        """The beams that come and go with it; itself alone where it is no beam search."""
+        return (self,) if self.beams is None else self.beams.beams
+
+    @property
+    def head(self) -> "Sequence":
+        """The one that stands for it in the queues: itself, but for the other beams of a search."""
+        return self if self.beams is None else self.beams.head
+
+    @property
     def is_finished(self) -> bool:
         """Whether nothing more comes of it."""
         return self.status is SequenceStatus.FINISHED
@@ -210,6 +247,7 @@ class Sequence:
             first_scheduled_s=self.first_scheduled_s,
             first_token_s=self.first_token_s,
             finished_s=now,
+            num_saved_blocks=0 if self.beams is None else self.beams.num_saved_blocks,
         )
 
     def __repr__(self) -> str:

@@ -11,6 +11,7 @@ class StepPace:
 
     Optimistic on purpose: nobody is given up who could have made it.
 
+    shortest_s: seconds that a step takes at least; 0 as long as there was none.
     last_decode_s: seconds of the last step in which nothing but decodes ran; 0 as long as there was none.
     """
 
@@ -18,18 +19,15 @@ class StepPace:
         self._num_full_tokens = max_num_batched_tokens // 2
         self._recent: deque[float] = deque(maxlen=NUM_REMEMBERED)
         self._tokens_per_s = 0.0
+        self.shortest_s = 0.0
         self.last_decode_s = 0.0
-
-    @property
-    def shortest_s(self) -> float:
-        """Seconds that a step takes at least; 0 as long as there was none."""
-        return min(self._recent, default=0.0)
 
     def observe(self, step_s: float, num_tokens: int, num_sequences: int) -> None:
         """A step of `num_tokens` tokens of `num_sequences` sequences took `step_s` seconds."""
         if num_tokens == 0:
             return
         self._recent.append(step_s)
+        self.shortest_s = min(self._recent)
         if num_tokens == num_sequences:
             self.last_decode_s = step_s
         # Short steps say nothing about the speed of long ones: weights are read once a step.

@@ -1,10 +1,11 @@
 """What is learned from each step when it is over: its time, and who has used what of it."""
 
 from collections.abc import Sequence as SequenceABC
+from itertools import compress
 
 from scheduler.config import SchedulerConfig
 from scheduler.latency_guard import LatencyGuard
-from scheduler.output import Chunk
+from scheduler.output import Chunks
 from scheduler.policy_fair import FairShare
 from scheduler.preemption import RunningQueue
 from scheduler.sequence import Sequence
@@ -27,12 +28,11 @@ class StepWatch:
         """A step is to be scheduled."""
         self._begun_s = now
 
-    def end(self, now: float, running: RunningQueue, work: SequenceABC[tuple[Sequence, Chunk]]) -> None:
-        """`work` was computed; `running` are those that hold blocks, the sequences of the work not moved on yet."""
+    def end(self, now: float, running: RunningQueue, seqs: SequenceABC[Sequence], chunks: Chunks) -> None:
+        """`chunks`, of `seqs`, were computed; `running` are those that hold blocks, none of the chunks added yet."""
         step_s = now - self._begun_s
-        num_tokens = sum([chunk.num_tokens for _, chunk in work])
-        self.pace.observe(step_s, num_tokens, len(work))
-        num_decoding = sum([chunk.is_sampled for _, chunk in work])
-        self.guard.observe(step_s, num_tokens, len(work), num_decoding)
+        num_tokens = sum(chunks.num_tokens)
+        self.pace.observe(step_s, num_tokens, len(seqs))
+        self.guard.observe(step_s, num_tokens, len(seqs), sum(chunks.is_sampled))
         if self._fair is not None:
-            self._fair.charge_step(running, work, step_s)
+            self._fair.charge_step(running, compress(seqs, chunks.is_sampled), num_tokens, step_s)

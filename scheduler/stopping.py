@@ -1,6 +1,7 @@
 """Where a sequence ends."""
 
 from scheduler.output import FinishReason
+from scheduler.sampling_params import SamplingParams
 from scheduler.sequence import Sequence
 
 
@@ -21,3 +22,9 @@ def finish_reason(seq: Sequence, eos_token_ids: frozenset[int]) -> FinishReason 
     if len(seq.token_ids) >= seq.max_num_tokens:
         return FinishReason.LENGTH
     return None
+
+
+def end_tokens(sampling: SamplingParams, eos_token_ids: frozenset[int]) -> dict[int, FinishReason]:
+    """The tokens that end a reply of such a request, and why: those by which `finish_reason` goes."""
+    ends = dict.fromkeys(sampling.stop_token_ids, FinishReason.STOP)
+    return ends if sampling.ignore_eos else ends | dict.fromkeys(eos_token_ids, FinishReason.EOS)

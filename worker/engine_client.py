@@ -24,6 +24,7 @@ from worker.engine_messages import (
     Command,
     Died,
     Event,
+    Notice,
     Progress,
     Ready,
     Refused,
@@ -130,6 +131,8 @@ class ProcessEngine:
             event = await self._next_event()
             if isinstance(event, StepReport):
                 return event
+            if isinstance(event, Notice):
+                log.warning("engine_notice", message=event.message)
             if isinstance(event, Died):
                 raise EngineDiedError(event.message)
 
@@ -248,5 +251,7 @@ async def _until_ready(next_event: Callable[[], Awaitable[Event]], progress: Pro
             case Progress(stage, done, total):
                 if progress is not None:
                     progress(stage, done, total)
+            case Notice(message):
+                log.warning("engine_notice", message=message)
             case Refused(message) | Died(message):
                 raise StartupError(message)

@@ -4,13 +4,16 @@ from dataclasses import dataclass
 
 from scheduler.policy_names import DEFAULT_POLICY
 
+# Powers of two, which the kernels' tiles are cut into.
+BLOCK_SIZES = (8, 16, 32, 64)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How to build an engine.
 
     model_path: a folder with config.json and safetensors, or a GGUF file.
-    max_model_len: tokens of one sequence; None takes the checkpoint's own context.
+    max_model_len: tokens of one sequence; None takes the checkpoint's own context, or what the KV cache holds of it.
     num_kv_blocks: blocks of the KV cache; None sizes it from the memory at hand.
     max_num_batched_tokens: token budget of a step; None is 6144 on CUDA and 512 on the CPU, where a step of 6144
         tokens would take many seconds.
@@ -18,6 +21,8 @@ class EngineConfig:
         unit; both None: 4 GiB on CUDA, none on the CPU, where it would be the same memory as the KV cache.
     preemption_mode: auto, swap or recompute.
     write_behind_mib: how much of likely victims' blocks a step may begin to copy to the CPU tier; 0 turns it off.
+    swap_step_mib: how much a step may begin to copy each way between the tiers, so that a long sequence's swap holds
+        nobody up; 0 is no limit, None is 256 on CUDA and 64 on the CPU.
     deterministic: refuse to start where a sequence's tokens could depend on who shares its batch.
     scheduling_policy: the order of sequences, one or more of fcfs, priority, deadline and fair with commas between.
     scheduler_delay_factor: prompts wait up to that many times a decode step for others to fill a step with.
@@ -40,6 +45,7 @@ class EngineConfig:
     num_swap_blocks: int | None = None
     preemption_mode: str = "auto"
     write_behind_mib: float = 16.0
+    swap_step_mib: float | None = None
     scheduling_policy: str = DEFAULT_POLICY
     scheduler_delay_factor: float = 0.0
     target_itl_ms: float | None = None

@@ -1,7 +1,7 @@
 """What crosses the pipe between the service process and the engine process: msgpack arrays, first element the kind.
 
 To the engine:    ["add", request]  ["abort", seq_id]  ["close"]
-From the engine:  ["progress", stage, done, total]  ["ready", info]  ["refused", message]
+From the engine:  ["progress", stage, done, total]  ["notice", message]  ["ready", info]  ["refused", message]
                   ["step", step, outputs, stats, [steps, step_s, forward_s]]  ["died", message]
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 
-from scheduler.output import FinishReason, SchedulerStats, SequenceOutput, SequenceStats
+from scheduler.output import FinishReason, Hypothesis, SchedulerStats, SequenceOutput, SequenceStats
 from scheduler.sampling_params import SamplingParams
 from worker.engine import EngineRequest, StepTimes
 from worker.engine_config import EngineInfo
@@ -46,6 +46,13 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Notice:
+    """A line for the log, of something that the start came by without."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The engine stands."""
 
@@ -76,7 +83,7 @@ class Died:
 
 
 Command = Add | Abort | Close
-Event = Progress | Ready | Refused | StepReport | Died
+Event = Progress | Notice | Ready | Refused | StepReport | Died
 
 
 def pack_command(command: Command) -> bytes:
@@ -108,6 +115,8 @@ def pack_event(event: Event) -> bytes:
     match event:
         case Progress(stage, done, total):
             return _pack(["progress", stage, done, total])
+        case Notice(message):
+            return _pack(["notice", message])
         case Ready(info):
             return _pack(["ready", astuple(info)])
         case Refused(message):
@@ -129,6 +138,8 @@ def unpack_event(message: SequenceABC[Any]) -> Event:
         )
     if kind == "progress":
         return Progress(*message[1:])
+    if kind == "notice":
+        return Notice(message[1])
     if kind == "ready":
         return Ready(EngineInfo(*message[1]))
     if kind == "refused":
@@ -140,12 +151,12 @@ def _pack_output(output: SequenceOutput) -> list[Any]:
     stats = None if output.stats is None else astuple(output.stats)
     return [
         output.seq_id, output.new_token_ids, output.finish_reason, output.error, stats, output.is_out_of_memory,
-        output.logprob,
+        output.logprob, [astuple(hypothesis) for hypothesis in output.hypotheses],
     ]  # fmt: skip
 
 
 def _unpack_output(values: SequenceABC[Any]) -> SequenceOutput:
-    seq_id, new_token_ids, reason, error, stats, is_out_of_memory, logprob = values
+    seq_id, new_token_ids, reason, error, stats, is_out_of_memory, logprob, hypotheses = values
     return SequenceOutput(
         seq_id,
         tuple(new_token_ids),
@@ -154,6 +165,9 @@ def _unpack_output(values: SequenceABC[Any]) -> SequenceOutput:
         None if stats is None else SequenceStats(*stats),
         is_out_of_memory,
         logprob,
+        tuple(
+            Hypothesis(tuple(token_ids), total, score, FinishReason(end)) for token_ids, total, score, end in hypotheses
+        ),
     )
 
 

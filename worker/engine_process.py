@@ -8,6 +8,7 @@ process at once: no engine outlives its service.
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -22,7 +23,7 @@ import msgpack
 from scheduler.errors import SchedulerError
 from scheduler.output import FinishReason, SequenceOutput
 from worker.engine import Engine, EngineRequest
-from worker.engine_config import EngineConfig
+from worker.engine_config import EngineConfig, EngineInfo
 from worker.engine_messages import (
     Abort,
     Add,
@@ -30,6 +31,7 @@ from worker.engine_messages import (
     Command,
     Died,
     Event,
+    Notice,
     Progress,
     Ready,
     Refused,
@@ -38,11 +40,15 @@ from worker.engine_messages import (
     unpack_command,
 )
 from worker.errors import StartupError
+from worker.memory import headroom
 from worker.openmp import limit_spinning
+from worker.startup_memory import is_memory_failure, left, missing_for_torch
 
 EXIT_REFUSED = 2
 EXIT_DIED = 3
 READ_BYTES = 1 << 16
+IMPORTING = "importing torch"
+Builder = Callable[..., tuple[Engine, EngineInfo]]
 
 
 class EngineLoop:
@@ -108,9 +114,14 @@ def serve(connection: socket.socket, config: EngineConfig) -> int:
 
     commands: SimpleQueue[Command] = SimpleQueue()
     threading.Thread(target=read_commands, args=(connection, commands), name="commands", daemon=True).start()
+    logging.getLogger().addHandler(NoticeHandler(emit))
+    if (lack := missing_for_torch()) is not None:
+        emit(Refused(lack))
+        return EXIT_REFUSED
+    emit(Progress(IMPORTING, 0, 0))
     try:
-        from worker.engine_builder import build_engine  # torch: two seconds, and its errors are told over the pipe
-
+        build_engine = _import_builder()
+        emit(Progress(IMPORTING, 1, 1))
         engine, info = build_engine(config, progress=ProgressEvents(emit))
     except StartupError as error:
         emit(Refused(str(error)))
@@ -122,6 +133,31 @@ def serve(connection: socket.socket, config: EngineConfig) -> int:
         emit(Died(f"{type(error).__name__}: {error}"))
         raise
     return 0
+
+
+def _import_builder() -> Builder:
+    """Import torch: two seconds. Raises StartupError where there is too little memory for it."""
+    try:
+        from worker.engine_builder import build_engine
+    except (ImportError, OSError, MemoryError) as error:
+        if not is_memory_failure(error):
+            raise
+        raise StartupError(
+            f"there is too little memory to load torch ({error}): {left(headroom())}; free some, or raise the limit"
+        ) from error
+    return build_engine
+
+
+class NoticeHandler(logging.Handler):
+    """Passes what is logged in this process on to the service, whose log it belongs into."""
+
+    def __init__(self, emit: Callable[[Event], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._emit = emit
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler."""
+        self._emit(Notice(" ".join(record.getMessage().split())))
 
 
 class ProgressEvents:

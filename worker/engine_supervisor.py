@@ -1,22 +1,25 @@
 """Keeps an engine alive: starts it, follows its steps, starts another where it died, and knows when it hangs."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 
 import structlog
 
+from scheduler.output import SchedulerStats
 from worker.engine import EngineRequest
 from worker.engine_client import EngineClient, EngineDiedError
 from worker.engine_config import EngineInfo
 from worker.engine_messages import StepReport
 from worker.errors import StartupError
+from worker.startup_memory import possible_cause
 
 log = structlog.get_logger(__name__)
 
 # An engine that dies so often before it stands won't stand.
 MAX_STARTS = 5
+# Totals that an engine has told of: damaged blocks, preemptions by swap, by recompute.
+NOTHING_TOLD = (0, 0, 0)
 
 
 class EngineSupervisor:
@@ -40,26 +43,16 @@ class EngineSupervisor:
         self._on_restart = on_restart
         self._engine = make_engine()
         self._last_step_s = time.monotonic()
-        self._num_damaged_blocks = 0
+        self._told = NOTHING_TOLD
         self.is_up = False
         self.last_report: StepReport | None = None
 
-    async def start(self, stop: asyncio.Event) -> EngineInfo:
-        """Start the engine. Raises StartupError, also if `stop` is set before the engine stands."""
-        starting = asyncio.create_task(self._engine.start())
-        stopping = asyncio.create_task(stop.wait())
+    async def start(self) -> EngineInfo:
+        """Start the engine. Raises StartupError."""
         try:
-            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
-                raise StartupError("stopped before the engine stood")
-            info = await starting
+            info = await self._engine.start()
         except EngineDiedError as error:
-            raise StartupError(f"the engine could not start: {error}") from error
-        finally:
-            for task in (starting, stopping):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, StartupError, EngineDiedError):
-                    await task
+            raise StartupError(f"the engine could not start: {error}, {possible_cause()}") from error
         self._stands()
         return info
 
@@ -72,14 +65,19 @@ class EngineSupervisor:
                 await self._restart(error)
                 continue
             self._last_step_s = time.monotonic()
-            self._tell_damage(report.stats.num_damaged_blocks)
+            self._tell_losses(report.stats)
             self.last_report = report
             self._on_report(report)
 
-    def _tell_damage(self, num_blocks: int) -> None:
-        if num_blocks > self._num_damaged_blocks:
-            log.error("swapped_blocks_damaged", num_blocks=num_blocks - self._num_damaged_blocks, fate="recomputed")
-            self._num_damaged_blocks = num_blocks
+    def _tell_losses(self, stats: SchedulerStats) -> None:
+        """Log what the last step has cost those that run: blocks that came back damaged, and who gave way."""
+        totals = (stats.num_damaged_blocks, stats.num_preemptions_swap, stats.num_preemptions_recompute)
+        num_damaged, num_swapped, num_recomputed = (now - told for now, told in zip(totals, self._told, strict=True))
+        self._told = totals
+        if num_damaged > 0:
+            log.error("swapped_blocks_damaged", num_blocks=num_damaged, fate="recomputed")
+        if num_swapped + num_recomputed > 0:
+            log.info("sequences_preempted", num_swapped=num_swapped, num_recomputed=num_recomputed)
 
     async def _restart(self, error: EngineDiedError) -> None:
         log.error("engine_died", error=str(error))
@@ -102,7 +100,7 @@ class EngineSupervisor:
 
     def _stands(self) -> None:
         self._last_step_s = time.monotonic()
-        self._num_damaged_blocks = 0
+        self._told = NOTHING_TOLD
         self.is_up = True
 
     def add(self, request: EngineRequest) -> None:

@@ -2,13 +2,14 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import structlog
 
 from model.errors import ModelError
 from model.tokenizer import Tokenizer
+from scheduler.beam_intake import why_no_room
 from worker.choices import Choices
 from worker.engine import EngineRequest
 from worker.engine_config import EngineInfo
@@ -21,6 +22,7 @@ from worker.queue_links import QueueLinks
 from worker.streams.errors import ServerError
 from worker.streams.leases import Entry
 from worker.streams.outcomes import fetch_prompt, persist
+from worker.streams.recovery import Recovered
 from worker.streams.registry import add_dead_letter
 from worker.streams.reply_writer import ReplyWriter
 from worker.streams.scripts import OpenResult, OpenStatus
@@ -77,36 +79,31 @@ class Intake:
         )
         with structlog.contextvars.bound_contextvars(request_id=envelope.id):
             # The open comes before the job is looked at: one whose parsing kills must have been counted.
-            try:
-                result, writer = await persist(
-                    lambda: self._links.replies.open(envelope, self._on_closed), cap_s=self._max_wait_s
-                )
-            except ServerError as error:
-                if error.code != "WRONGTYPE":
-                    raise
-                await self._unanswerable(entry)
-                return
+            result, writer = await persist(
+                lambda: self._links.replies.open(envelope, self._on_closed), cap_s=self._max_wait_s
+            )
             if writer is None:
                 await self._not_opened(entry, envelope, result)
                 return
             await self._opened(entry, envelope, result, writer)
-
-    async def _unanswerable(self, entry: Entry) -> None:
-        """Somebody put a value of another type under one of the job's keys: nothing can be written there."""
-        log.error("job_unanswerable", lane=entry.lane, entry_id=entry.entry_id)
-        await self._dead_letter(entry, ErrorCode.BAD_REQUEST)
-        await self._links.outcomes.drop(entry)
 
     async def _not_opened(self, entry: Entry, envelope: JobEnvelope, result: OpenResult) -> None:
         log.info("job_not_opened", status=result.status.value, entry_id=entry.entry_id, lane=entry.lane)
         match result.status:
             case OpenStatus.ENDED:
                 outcome = result.terminal_code if result.terminal == "error" else "done"
-                await self._links.outcomes.settle(envelope, outcome)
+                record = {} if result.usage is None else {"usage": result.usage}
+                await self._links.outcomes.settle(envelope, outcome, record=record)
             case OpenStatus.DUPLICATE:
                 await self._links.outcomes.drop(entry)
             case OpenStatus.CONFLICT:
                 await self._dead_letter(entry, ErrorCode.ID_CONFLICT)
+                await self._links.outcomes.drop(entry)
+            case OpenStatus.BLOCKED:
+                # Somebody put something under one of the job's keys: nothing can be written there.
+                advice = "delete that key, and send the job again with an id that nobody can guess"
+                log.error("job_unanswerable", lane=entry.lane, entry_id=entry.entry_id, key=result.key, advice=advice)
+                await self._dead_letter(entry, ErrorCode.BAD_REQUEST)
                 await self._links.outcomes.drop(entry)
             case _:
                 self._links.leases.release(entry.key)
@@ -124,7 +121,9 @@ class Intake:
             await self._refuse(job, error)
         except Exception as error:
             log.exception("job_not_understood")
-            await self._refuse(job, JobError(ErrorCode.INTERNAL, f"the worker failed: {type(error).__name__}"))
+            await self._refuse(
+                job, JobError(ErrorCode.INTERNAL, f"the worker failed ({type(error).__name__}): send the job again")
+            )
 
     def _check_wanted(self, entry: Entry, envelope: JobEnvelope, result: OpenResult, now_ms: int) -> None:
         if result.cancel_reason is not None or entry.must_end is ErrorCode.CANCELLED:
@@ -135,7 +134,9 @@ class Intake:
             raise JobError(ErrorCode.OVERLOADED, "the queue is longer than it may be: send the job again later")
         if entry.deliveries > MAX_DELIVERIES:
             raise JobError(
-                ErrorCode.POISON, f"this job was delivered {entry.deliveries} times and ended whoever read it"
+                ErrorCode.POISON,
+                f"this job was delivered {entry.deliveries} times and ended whoever read it: it is kept with the dead "
+                "letters, so look there for what is odd about it",
             )
 
     async def _start(self, job: Job, result: OpenResult) -> None:
@@ -156,6 +157,7 @@ class Intake:
             recovered = await persist(lambda: self._links.replies.recover(job.writer), cap_s=self._max_wait_s)
             drawn_seed = drawn_seed if recovered.seed is None else recovered.seed
             job.num_replayed, job.num_attempts = recovered.num_tokens, recovered.num_attempts
+            check_stored_ids(recovered, served.info)
             for index, generation in enumerate(choices.generations):
                 stored = recovered.choice(index)
                 generation.replay(stored.ids, served.eos_token_ids, max_tokens)
@@ -204,15 +206,22 @@ class Intake:
         log.info("job_refused", code=str(error.code))
         is_reply_unknown = job.envelope.is_id_malformed or b"id" not in job.entry.fields
         if error.code is ErrorCode.POISON or (error.code is ErrorCode.BAD_REQUEST and is_reply_unknown):
-            await self._dead_letter(job.entry, error.code)
-            job.has_dead_letter = True
+            job.has_dead_letter = await self._dead_letter(job.entry, error.code)
         job.fail(error, self._links.clock.now_ms())
 
-    async def _dead_letter(self, entry: Entry, code: ErrorCode) -> None:
-        await persist(
-            lambda: add_dead_letter(self._links.commands, self._links.keys, entry, error=str(code)),
-            cap_s=self._max_wait_s,
-        )
+    async def _dead_letter(self, entry: Entry, code: ErrorCode) -> bool:
+        """Whether a dead letter of the entry is kept: not where its stream's key holds something else."""
+        links = self._links
+        try:
+            await persist(
+                lambda: add_dead_letter(links.commands, links.keys, entry, error=str(code)), cap_s=self._max_wait_s
+            )
+        except ServerError as error:
+            if not error.is_wrong_type:
+                raise
+            log.error("dead_letter_lost", key=links.keys.dead, lane=entry.lane, entry_id=entry.entry_id, code=str(code))
+            return False
+        return True
 
 
 def prompt_ids_of(request: GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -234,13 +243,14 @@ def check_deterministic(request: GenerateRequest, info: EngineInfo) -> None:
 
 
 def check_fits(request: GenerateRequest, prompt_ids: tuple[int, ...], info: EngineInfo) -> int:
-    """The most tokens that this job may generate. Raises JobError where prompt and max_tokens can't fit."""
+    """The most tokens that this job may generate.
+
+    Raises JobError where prompt and max_tokens can't fit, or where an id is none of the model's.
+    """
     if not prompt_ids:
         raise JobError(ErrorCode.BAD_REQUEST, "the prompt has no tokens: send at least one character")
-    if (largest := max(prompt_ids)) >= info.vocab_size:
-        raise JobError(
-            ErrorCode.BAD_REQUEST, f"tokens holds {largest}: the model's token ids run from 0 to {info.vocab_size - 1}"
-        )
+    check_token_ids("tokens", prompt_ids, info)
+    check_token_ids("stop_token_ids", request.sampling.stop_token_ids, info)
     limit, num_prompt, max_tokens = info.max_sequence_tokens, len(prompt_ids), request.sampling.max_tokens
     if num_prompt + (max_tokens or 1) > limit:
         details = {"prompt_tokens": num_prompt, "max_tokens": max_tokens, "limit": limit}
@@ -250,4 +260,30 @@ def check_fits(request: GenerateRequest, prompt_ids: tuple[int, ...], info: Engi
             f"the prompt has {num_prompt} tokens, {max_tokens or 1} are to be generated, {limit} fit in all: {advice}",
             details,
         )
-    return max_tokens if max_tokens is not None else limit - num_prompt
+    num_generated = max_tokens if max_tokens is not None else limit - num_prompt
+    reason = why_no_room(
+        request.sampling, num_prompt, num_prompt + num_generated, info.max_num_seqs, info.num_blocks, info.block_size
+    )
+    if reason is not None:
+        details = {"prompt_tokens": num_prompt, "beam_width": request.sampling.beam_width}
+        is_wide = request.sampling.beam_width > info.max_num_seqs
+        raise JobError(ErrorCode.BAD_REQUEST if is_wide else ErrorCode.CONTEXT_TOO_LONG, reason, details)
+    return num_generated
+
+
+def check_token_ids(name: str, ids: Collection[int], info: EngineInfo) -> None:
+    """Raises JobError where a field's token ids are not all of the model's vocabulary."""
+    if (largest := max(ids, default=0)) >= info.vocab_size:
+        raise JobError(
+            ErrorCode.BAD_REQUEST,
+            f"{name} holds {largest}: leave it out, the model's token ids run from 0 to {info.vocab_size - 1}",
+        )
+
+
+def check_stored_ids(recovered: Recovered, info: EngineInfo) -> None:
+    """Raises JobError where a reply holds tokens that this model can't have generated."""
+    stored = (recovered.choice(index).ids for index in range(1 + len(recovered.others)))
+    if max((max(ids, default=0) for ids in stored), default=0) >= info.vocab_size:
+        raise JobError(
+            ErrorCode.INTERNAL, "the reply holds tokens that the model doesn't have: send the job again with another id"
+        )

@@ -107,11 +107,14 @@ class Job:
         if output.new_token_ids:
             self.times.first_token_ms = self.times.first_token_ms or now_ms
             self.times.last_token_ms = now_ms
+        if output.hypotheses and output.stats is not None and output.stats.first_token_s is not None:
+            first_ago_s = output.stats.finished_s - output.stats.first_token_s
+            self.times.first_token_ms, self.times.last_token_ms = now_ms - round(first_ago_s * 1000), now_ms
         index = self.choices.index_of(output.seq_id)
         generation = self.choices[index]
         num_before = len(generation.ids)
-        must_stop = generation.absorb(output)
-        if not generation.sampling.is_choosing:  # else it is written once it is chosen
+        must_stop = self.choices.absorb(output)
+        if not generation.sampling.is_told_at_the_end:  # else it is written once it is chosen
             self.writer.token(generation.ids[num_before:], generation.take_text(), index)
         if self.choices.is_finished:
             self.finish(now_ms, names)
@@ -125,12 +128,13 @@ class Job:
         sampling = self.choices[0].sampling
         best = self.choices.best(sampling.n)
         for index, generation in enumerate(best):
-            ids = generation.ids if sampling.is_choosing else ()
+            ids = generation.ids if sampling.is_told_at_the_end else ()
             self.writer.token(ids, generation.take_text() + generation.take_tail(), index)
         self.writer.end(
             [str(generation.finish_reason) for generation in best],
             usage=self.usage(),
             receipt=self.receipt(names),
+            beams=[{"logprob": found.logprob, "score": found.score} for found in self.choices.hypotheses],
             meta=None if self.request is None else self.request.meta,
         )
 
@@ -174,6 +178,7 @@ class Job:
             "preemptions": 0 if stats is None else stats.num_preemptions,
             "recomputed_tokens": 0 if stats is None else stats.num_recomputed_tokens,
             "swapped_bytes": 0 if stats is None else stats.swapped_bytes,
+            "saved_blocks": 0 if stats is None else stats.num_saved_blocks,
             "attempts": self.num_attempts,
             "worker": names.worker_id,
             "model": names.model,

@@ -1,9 +1,10 @@
 """What happens to open jobs: tokens come in, replies go out, and each ends in exactly one way.
 
-ended    its terminal event is written        ─► settle
-abandoned  its reply was deleted by the client ─► settle, nothing to write
-fenced, lost  another worker has it            ─► forget: nothing is written, nothing settled
-handed over   this worker stops                ─► a peer goes on after the last event
+ended         its terminal event is written     ─► settle
+abandoned     its reply was deleted by the client ─► settle, nothing to write
+fenced, lost  another worker has it             ─► forget: nothing is written, nothing settled
+orphaned      its entry, group or lane is gone  ─► it goes on here, since nobody else can be given it
+handed over   this worker stops                 ─► a peer goes on after the last event
 """
 
 import asyncio
@@ -18,9 +19,8 @@ from worker.job import Job, WorkerNames
 from worker.job_table import JobTable
 from worker.metrics import WorkerMetrics
 from worker.queue_links import QueueLinks
-from worker.streams.errors import ServerError
 from worker.streams.leases import Entry, Loss
-from worker.streams.reply_writer import ReplyStatus, ReplyWriter
+from worker.streams.reply_writer import ReplyStatus, ReplyWriter, compact
 from worker.streams.scripts import SettleStatus
 from worker.trace_recorder import TraceRecorder
 
@@ -117,18 +117,22 @@ class JobsInFlight:
         self._closed.put_nowait(job)
 
     def on_loss(self, entry: Entry, loss: Loss) -> None:
-        """A lease turned out to be another's. (An entry that was deleted can't come to anybody else: it finishes.)"""
+        """A lease turned out to be another's, or nobody's: then the job goes on, unless its reply says otherwise."""
         job = self._table.by_entry(entry.key)
-        if loss is Loss.LOST and job is not None:
+        if job is None:
+            return
+        if loss is Loss.LOST:
             self._leave_engine(job)
             self._forget(job)
+        else:
+            self._links.replies.doubt(job.writer)
 
     async def settle_closed(self) -> None:
         """Take ended jobs off the queue until cancelled; their terminal events are written by now."""
         while True:
             job = await self._closed.get()
             finished_ms = job.times.finished_ms or self._links.clock.now_ms()
-            record = {"finished": str(finished_ms)}
+            record = {"finished": str(finished_ms), "usage": compact(job.usage())}
             status = await self._settle(job, record)
             if status == SettleStatus.UNENDED:  # it comes again, to whoever takes it
                 log.warning("reply_end_lost", request_id=job.envelope.id)
@@ -148,38 +152,28 @@ class JobsInFlight:
             self._remove(job)
 
     async def _settle(self, job: Job, record: dict[str, str]) -> str:
-        try:
-            # A dead letter names the job's prompt, which then stays until its own expiry.
-            status = await self._links.outcomes.settle(
-                job.envelope, job.outcome, record=record, keep_prompt=job.has_dead_letter
-            )
-            return status.value
-        except ServerError as error:
-            if error.code != "WRONGTYPE":
-                raise
-            # Somebody put a value of another type under one of the job's keys; its entry must go all the same.
-            log.error("job_record_unwritable", request_id=job.envelope.id, error=str(error))
-            return await self._drop(job)
-
-    async def _drop(self, job: Job) -> str:
-        """Take the entry off its lane; where the lane itself is no stream any more, only forget it."""
-        try:
-            await self._links.outcomes.drop(job.entry)
-        except ServerError as error:
-            if error.code != "WRONGTYPE":
-                raise
-            self._links.leases.release(job.entry.key)
-            return "lost"
-        return "dropped"
+        # A dead letter names the job's prompt, which then stays until its own expiry.
+        status = await self._links.outcomes.settle(
+            job.envelope, job.outcome, record=record, keep_prompt=job.has_dead_letter
+        )
+        if status is SettleStatus.UNRECORDED:
+            log.error("job_record_unwritable", request_id=job.envelope.id, key=self._links.keys.state(job.envelope.id))
+        return status.value
 
     async def hand_over(self, job: Job) -> None:
-        """Give an unfinished job to a peer, which goes on after the last event. Raises StreamsError."""
+        """Give an unfinished job to a peer, which goes on after the last event. Raises StreamsError.
+
+        Where its entry is gone no peer can take it, so it ends here with an error.
+        """
         self._leave_engine(job)
         await self._links.replies.drained(job.writer)
         if job.writer.status is not ReplyStatus.LIVE:
             return
+        if await self._links.outcomes.hand_over(job.envelope) is SettleStatus.GONE:
+            advice = "no other can take the job, since its entry was deleted: send it again with another id"
+            self.end(job, JobError(ErrorCode.DRAINING, f"this worker stops, and {advice}"))
+            return
         self._links.replies.discard(job.writer)
-        await self._links.outcomes.hand_over(job.envelope)
         self._remove(job)
         log.info("job_handed_over", request_id=job.envelope.id)
 
@@ -205,7 +199,7 @@ class JobsInFlight:
         """Have the engine stop whatever it still computes of the job."""
         if job.choices is None or self._table.by_seq_id(job.seq_ids[0]) is None:
             return
-        for seq_id, generation in zip(job.seq_ids, job.choices.generations, strict=True):
-            if self.engine is not None and not generation.is_finished:
+        for seq_id in job.choices.unfinished_ids:
+            if self.engine is not None:
                 self.engine.abort(seq_id)
         self._table.leave_engine(job)

@@ -17,6 +17,7 @@ from typing import Any, Self
 import platformdirs
 
 from model.tokenizer import Tokenizer
+from scheduler.beam_intake import why_no_room
 from scheduler.output import FinishReason, SequenceStats
 from scheduler.sampling_params import SamplingParams
 from worker.choices import Choices
@@ -32,19 +33,25 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer to a prompt. `error` is set, and the text empty or partial, where `finish_reason` is `error`."""
+    """One answer to a prompt. `error` is set, and the text empty or partial, where `finish_reason` is `error`.
+
+    `logprob` is the sum over its tokens, where the request chooses by it (`best_of`, `beam_width`); `score` is what a
+    beam search puts them in order by.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     error: str | None = None
+    logprob: float | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What became of one prompt: `choices` holds all `n` answers, and `text` and the rest are those of the first.
 
-    `stats` is what all of them have cost together.
+    `stats` is what all of them have cost together, and of a beam search how many blocks its beams saved by sharing.
     """
 
     prompt: str | None
@@ -151,11 +158,7 @@ class LLM:
     def _run_all(self, runs: list["_Run"]) -> list[Completion]:
         for run in runs:
             self._check(run)
-        by_id = {
-            seq_id: generation
-            for run in runs
-            for seq_id, generation in zip(run.choices.seq_ids, run.choices.generations, strict=True)
-        }
+        by_id = {seq_id: run.choices for run in runs for seq_id in run.choices.seq_ids}
         try:
             for run in runs:
                 base = EngineRequest("", run.prompt_ids, run.sampling, secrets.randbits(63))
@@ -176,12 +179,16 @@ class LLM:
             raise ValueError("a prompt is empty: give at least one token")
         if bad := [token_id for token_id in run.prompt_ids if not 0 <= token_id < self.info.vocab_size]:
             raise ValueError(f"a prompt holds token id {bad[0]}: use ids from 0 to {self.info.vocab_size - 1}")
-        num_prompt, max_tokens = len(run.prompt_ids), run.sampling.max_tokens
-        if num_prompt + (max_tokens or 1) > self.info.max_sequence_tokens:
+        info, num_prompt, max_tokens = self.info, len(run.prompt_ids), run.sampling.max_tokens
+        if num_prompt + (max_tokens or 1) > info.max_sequence_tokens:
             raise ValueError(
                 f"a prompt of {num_prompt} tokens with max_tokens {max_tokens} doesn't fit the "
-                f"{self.info.max_sequence_tokens} tokens of context"
+                f"{info.max_sequence_tokens} tokens of context"
             )
+        num_tokens = info.max_sequence_tokens if max_tokens is None else num_prompt + max_tokens
+        no_room = why_no_room(run.sampling, num_prompt, num_tokens, info.max_num_seqs, info.num_blocks, info.block_size)
+        if no_room is not None:
+            raise ValueError(no_room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,15 +202,19 @@ class _Run:
 
     def completion(self) -> Completion:
         """The end result. Raises PagemillError if there is none, which would be a fault of the engine."""
-        choices = tuple([_choice_of(generation) for generation in self.choices.best(self.sampling.n)])
+        best = self.choices.best(self.sampling.n)
+        found = self.choices.hypotheses
+        scores = [hypothesis.score for hypothesis in found] if found else [None] * len(best)
+        choices = tuple([_choice_of(generation, score) for generation, score in zip(best, scores, strict=True)])
         return Completion(self.prompt, self.prompt_ids, choices, self.choices.stats)
 
 
-def _choice_of(generation: Generation) -> Choice:
+def _choice_of(generation: Generation, score: float | None) -> Choice:
     if generation.finish_reason is None:
         raise PagemillError("the engine ran out of work before this prompt was finished")
     text = generation.take_text() + generation.take_tail()
-    return Choice(text, tuple(generation.ids), generation.finish_reason, generation.error)
+    logprob = generation.logprob if generation.sampling.is_told_at_the_end else None
+    return Choice(text, tuple(generation.ids), generation.finish_reason, generation.error, logprob, score)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

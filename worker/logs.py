@@ -18,7 +18,10 @@ TEXT_KEYS = frozenset(
     {"prompt", "messages", "text", "tokens", "token_ids", "ids", "payload", "choices", "stop", "meta"}
 )
 
-_PASSWORD = re.compile(r"(\w+://[^:@/\s]*):[^@/\s]+@")
+# Of a URL on a line. Nobody may have escaped what a password holds, so it ends at the last @ of the line; in a query,
+# where unix sockets have theirs, only with the line. Hiding too much is the better mistake.
+_PASSWORD = re.compile(r"(\w://[^:\r\n]*):[^\r\n]*@")
+_QUERY_PASSWORD = re.compile(r"(\w://[^\r\n]*?password=)[^\r\n]*", re.IGNORECASE)
 
 
 def configure_logging(
@@ -74,11 +77,24 @@ def hide_text(_logger: Any, _method: str, event: EventDict) -> EventDict:
 
 
 def mask_passwords(_logger: Any, _method: str, event: EventDict) -> EventDict:
-    """Mask the password of every URL in any string of the event, the traceback included."""
+    """Mask the password of every URL in the event: in strings, in what holds them, and in the traceback."""
     for key, value in event.items():
-        if isinstance(value, str) and "://" in value:
-            event[key] = _PASSWORD.sub(r"\1:***@", value)
+        event[key] = _masked(value)
     return event
+
+
+def _masked(value: Any) -> Any:
+    match value:
+        case None | bool() | int() | float():
+            return value
+        case str():
+            return _QUERY_PASSWORD.sub(r"\1***", _PASSWORD.sub(r"\1:***@", value)) if "://" in value else value
+        case dict():
+            return {_masked(key): _masked(item) for key, item in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return [_masked(item) for item in value]
+    # Anything else is written by its repr.
+    return _masked(repr(value)) if "://" in repr(value) else value
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):

@@ -30,6 +30,7 @@ from worker.protocol_fields import (
     MAX_INT,
     NOT_YET_FIELDS,
     as_bool,
+    as_bool_or_never,
     as_float,
     as_int,
     as_label,
@@ -120,6 +121,8 @@ def parse_request(
     sampling, stream = _sampling_of(body), as_bool("stream", body.get("stream", True))
     if sampling.is_choosing and stream:
         raise bad_request("best_of chooses at the end, so nothing can be streamed: set stream to 0")
+    if sampling.is_beam_search and stream:
+        raise bad_request("beam search rewrites its past until the end, so nothing can be streamed: set stream to 0")
     return GenerateRequest(
         id=envelope.id,
         **_prompt_of(body, envelope, prompt_ref_value),
@@ -206,12 +209,15 @@ def _not_empty(name: str, value: _Prompt) -> _Prompt:
 
 def _sampling_of(body: Mapping[str, Any]) -> SamplingParams:
     params: dict[str, Any] = {}
-    for name in ("temperature", "top_p"):
+    for name in ("temperature", "top_p", "length_penalty"):
         if name in body:
             params[name] = as_float(name, body[name])
-    for name in ("top_k", "max_tokens", "seed", "n", "best_of"):
+    for name in ("top_k", "max_tokens", "seed", "n", "best_of", "beam_width"):
         if name in body:
             params[name] = as_int(name, body[name], -MAX_INT - 1, MAX_INT)
+    params["beam_width"] = params.get("beam_width") or 1
+    if "early_stopping" in body:
+        params["early_stopping"] = as_bool_or_never("early_stopping", body["early_stopping"])
     for name in ("include_stop", "ignore_eos"):
         if name in body:
             params[name] = as_bool(name, body[name])

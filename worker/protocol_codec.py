@@ -38,11 +38,13 @@ def decode_json(data: bytes, max_depth: int = MAX_DEPTH) -> Any:
     except MalformedError:
         raise
     except UnicodeDecodeError as error:
-        raise MalformedError(f"it is not UTF-8 at byte {error.start}") from error
+        raise MalformedError(f"it is not UTF-8 at byte {error.start}: send JSON in UTF-8") from error
     except RecursionError as error:
-        raise MalformedError(f"it is nested deeper than {max_depth} levels") from error
+        raise MalformedError(f"it is nested deeper than {max_depth} levels: flatten it") from error
     except json.JSONDecodeError as error:
-        raise MalformedError(f"it is not JSON: {error.msg} at character {error.pos}") from error
+        raise MalformedError(
+            f"it is not JSON ({error.msg}, character {error.pos}): send what a JSON encoder writes"
+        ) from error
     check_plain(value, max_depth)
     return value
 
@@ -57,13 +59,13 @@ def decode_msgpack(data: bytes, max_depth: int = MAX_DEPTH) -> Any:
     except MalformedError:
         raise
     except UnicodeDecodeError as error:
-        raise MalformedError("a string in it is not UTF-8") from error
+        raise MalformedError("a string in it is not UTF-8: encode text so before it is packed") from error
     except msgpack.ExtraData as error:
-        raise MalformedError("bytes follow after the value") from error
+        raise MalformedError("bytes follow after the value: send one value alone") from error
     except msgpack.StackError as error:
-        raise MalformedError(f"it is nested deeper than {max_depth} levels") from error
+        raise MalformedError(f"it is nested deeper than {max_depth} levels: flatten it") from error
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise MalformedError("it is not MessagePack, or it is cut off") from error
+        raise MalformedError("it is not MessagePack, or it is cut off: send all that an encoder packs") from error
     check_plain(value, max_depth)
     return value
 
@@ -84,9 +86,9 @@ def check_plain(value: Any, max_depth: int = MAX_DEPTH) -> None:
         containers = [item for item in level if type(item) in _CONTAINERS]
         depth += 1
         if containers and depth > max_depth:
-            raise MalformedError(f"it is nested deeper than {max_depth} levels")
+            raise MalformedError(f"it is nested deeper than {max_depth} levels: flatten it")
         if len(containers) > MAX_CONTAINERS:
-            raise MalformedError(f"it holds more than {MAX_CONTAINERS} lists and maps")
+            raise MalformedError(f"it holds more than {MAX_CONTAINERS} lists and maps: send fewer")
         for item in level:
             if type(item) is str:
                 _check_text(item)
@@ -105,33 +107,33 @@ def _check_text(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise MalformedError("a string in it holds half of a surrogate pair, which is no character") from error
+        raise MalformedError("a string in it holds half of a surrogate pair: send whole characters") from error
 
 
 def _unique(pairs: list[tuple[Any, Any]]) -> Mapping[str, Any]:
     for key, _ in pairs:
         if type(key) is not str:
-            raise MalformedError("a map in it has a key that is not text")
+            raise MalformedError("a map in it has a key that is not text: use text")
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise MalformedError(f"a map in it has the key {key[:64]!r} twice")
+                raise MalformedError(f"a map in it has the key {key[:64]!r} twice: give each once")
             seen.add(key)
     return result
 
 
 def _whole_number(digits: str) -> int:
     if len(digits) > MAX_NUMBER_CHARS:
-        raise MalformedError(f"it holds a number of {len(digits)} digits")
+        raise MalformedError(f"it holds a number of {len(digits)} digits: use at most {MAX_NUMBER_CHARS}")
     return int(digits)
 
 
 def _fraction(digits: str) -> float:
     value = float(digits) if len(digits) <= 4 * MAX_NUMBER_CHARS else math.inf
     if not math.isfinite(value):
-        raise MalformedError("it holds a number that is out of range")
+        raise MalformedError("it holds a number that is out of range: use what fits 64 bits")
     return value
 
 

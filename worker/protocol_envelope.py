@@ -154,7 +154,7 @@ class _EnvelopeValues:
         raw = self._fields.get(name)
         if raw is None or NAME.fullmatch(raw):
             return raw.decode() if raw is not None else None
-        self._errors.append(bad_request(f"{name.decode()} must be 1 to 64 of A-Z a-z 0-9 _ -: it is a name, not a key"))
+        self._errors.append(bad_request(f"{name.decode()} must be a name, not a key: use 1 to 64 of A-Z a-z 0-9 _ -"))
         return None
 
 

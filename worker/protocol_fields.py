@@ -8,7 +8,7 @@ import contextlib
 import re
 from collections.abc import Mapping
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Literal
 
 from worker.errors import ErrorCode, JobError
 from worker.protocol_codec import MalformedError, decode_json
@@ -51,6 +51,9 @@ BODY_FIELDS: Mapping[str, Kind] = {
     "ignore_eos": Kind.BOOL,
     "n": Kind.INT,
     "best_of": Kind.INT,
+    "beam_width": Kind.INT,
+    "length_penalty": Kind.FLOAT,
+    "early_stopping": Kind.TEXT,
     "model": Kind.TEXT,
     "stream": Kind.BOOL,
     "chunk_ms": Kind.INT,
@@ -61,7 +64,6 @@ BODY_FIELDS: Mapping[str, Kind] = {
 
 # Fields of the protocol that this version doesn't do yet, with the values that ask for nothing.
 NOT_YET_FIELDS: Mapping[str, tuple[Kind, tuple[Any, ...]]] = {
-    "beam_width": (Kind.INT, (0, 1)),
     "min_tokens": (Kind.INT, (0,)),
     "min_p": (Kind.FLOAT, (0,)),
     "presence_penalty": (Kind.FLOAT, (0,)),
@@ -172,6 +174,17 @@ def as_bool(name: str, value: Any) -> bool:
     raise bad_request(f"{name} is {kind_name(value)}: use true or false")
 
 
+def as_bool_or_never(name: str, value: Any) -> bool | Literal["never"]:
+    """True or false, in either form's spelling, or the word never."""
+    if value == "never":
+        return "never"
+    if type(value) is not str:
+        return as_bool(name, value)
+    if value not in _TRUE | _FALSE:
+        raise bad_request(f"{name} is {shown(value)}: use 1, 0 or never")
+    return value in _TRUE
+
+
 def as_text(name: str, value: Any) -> str:
     """Text of any length."""
     if type(value) is not str:
@@ -205,7 +218,7 @@ def as_token_ids(name: str, value: Any) -> tuple[int, ...]:
     for position, item in enumerate(value):
         if type(item) is not int or not 0 <= item <= MAX_TOKEN_ID:
             raise bad_request(
-                f"{name} holds {shown(item)} at place {position}: token ids are whole numbers from 0 to {MAX_TOKEN_ID}"
+                f"{name} holds {shown(item)} at place {position}: use whole numbers from 0 to {MAX_TOKEN_ID}"
             )
     return tuple(value)
 
@@ -213,7 +226,7 @@ def as_token_ids(name: str, value: Any) -> tuple[int, ...]:
 def as_messages(value: Any) -> tuple[Mapping[str, str], ...]:
     """A chat: a non-empty list of maps with `role` and `content`."""
     if type(value) is not list or not value:
-        raise bad_request('messages must be a list such as [{"role": "user", "content": "Hello"}]')
+        raise bad_request('messages must be a list: use one like [{"role": "user", "content": "Hello"}]')
     return tuple(_as_message(f"messages[{place}]", item) for place, item in enumerate(value))
 
 
@@ -240,7 +253,7 @@ def _as_content(where: str, content: Any) -> str:
     parts: list[str] = []
     for part in content:
         if type(part) is not dict or part.get("type") != "text" or type(part.get("text")) is not str:
-            raise bad_request(f'{where} has a content part that is not {{"type": "text", "text": "..."}}')
+            raise bad_request(f'{where} has a content part that is no text: use {{"type": "text", "text": "..."}}')
         parts.append(part["text"])
     return "".join(parts)
 

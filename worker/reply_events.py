@@ -79,7 +79,9 @@ class ReplyCursor:
         """
         if not self._fits(event):
             if event.id == self._misfit_id:
-                raise ReplyBrokenError(f"the reply doesn't fit together at event {event.id}")
+                raise ReplyBrokenError(
+                    f"the reply doesn't fit together at event {event.id}: send the job again with another id"
+                )
             self._misfit_id = event.id
             return self.restart()
         self.last_id = event.id

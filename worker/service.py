@@ -53,6 +53,8 @@ HAND_OVER_S = 10.0
 CANCEL_AGAIN_S = 1.0
 # Names of the tasks that take entries in begin with this.
 ACCEPT = "accept "
+# What a start brings: where jobs are handled, and the parts that run beside it.
+Started = tuple[Intake, list["asyncio.Task[None]"]]
 
 MakeEngine = Callable[[EngineConfig, ProgressCallback | None], EngineClient]
 """Makes an engine that isn't started yet: the first one, and each that replaces a dead one."""
@@ -78,10 +80,13 @@ class Service:
         *,
         progress: ProgressCallback | None = None,
         make_engine: MakeEngine | None = None,
+        on_stop: Callable[[int, bool], None] | None = None,
     ) -> None:
         """`settings.model` is the checkpoint's path and `settings.redis_url` the server to work with.
 
-        `make_engine` is the kind of engine that `settings.engine_mode` names, where it is left out.
+        `make_engine` is the kind of engine that `settings.engine_mode` names, where it is left out. `on_stop` is called
+        with the number of jobs held as soon as the service is told to stop, and with True beside it when it is told not
+        to wait for them.
         """
         if settings.redis_url is None:
             raise StartupError("no Redis to work with: set redis_url")
@@ -95,6 +100,7 @@ class Service:
             worker_id=self._worker_id, queue=settings.queue, model=settings.queue, version=self._version
         )
         self._room = asyncio.Event()
+        self._on_stop = on_stop
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._links = QueueLinks.make(settings, self._url, self._worker_id, model=settings.queue)
@@ -118,7 +124,8 @@ class Service:
     # Life.
 
     async def run(self, ready: Callable[[ServiceInfo], None] | None = None) -> None:
-        """Serve until SIGTERM, SIGINT or `stop`. `ready` is called once, when jobs are being taken.
+        """Serve until SIGTERM, SIGINT, SIGHUP or `stop`, also while it starts. `ready` is called once, when jobs are
+        being taken.
 
         Raises StartupError, one line that says what to do, if the worker can't start or its engine can't be restarted.
         """
@@ -130,48 +137,76 @@ class Service:
 
     def stop(self) -> None:
         """Stop taking jobs and end once the running ones are done; called again: end now."""
-        if self._stop.is_set():
+        is_again = self._stop.is_set()
+        if self._on_stop is not None and not self._hurry.is_set():
+            self._on_stop(len(self._links.leases), is_again)
+        if is_again:
             self._hurry.set()
         self._stop.set()
         self._room.set()
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it was told to stop."""
+        return self._stop.is_set()
+
     async def _serve(self, ready: Callable[[ServiceInfo], None] | None) -> None:
-        status: StatusServer | None = None
+        with contextlib.ExitStack() as closing:
+            try:
+                started = await self._unless_stopped(self._start(ready, closing))
+                if started is None:
+                    log.info("worker_stopped_while_it_started")
+                    return
+                intake, background = started
+                await self._take_jobs(intake)
+                await self._shut_down(background)
+            except StreamsError as error:
+                raise StartupError(f"Redis failed while the worker started: {error}") from error
+            finally:
+                await self._close()
+
+    async def _unless_stopped(self, start: Coroutine[Any, Any, Started]) -> Started | None:
+        """What `start` answers; None, and `start` called off, if the worker is told to stop before."""
+        starting, stopping = asyncio.create_task(start), asyncio.create_task(self._stop.wait())
         try:
-            redis_version = await check_server(self._url)
-            status = self._start_status_server()
-            info, intake = await self._start_engine()
-            await self._links.clock.sync(self._links.commands)
-            await self._links.source.ensure_groups()
-            background = self._start_background()
-            url = None if status is None else f"http://{self._settings.metrics_host}:{status.port}"
-            log.info(
-                "worker_ready",
-                device=info.device,
-                dtype=info.dtype,
-                num_blocks=info.num_blocks,
-                max_model_len=info.max_model_len,
-                activation_bytes=info.activation_bytes,
-                engine_pid=info.pid,
-                metrics_url=url,
-            )
-            if ready is not None:
-                ready(ServiceInfo(self._worker_id, self._settings.queue, redis_version, info, url))
-            await self._take_jobs(intake)
-            await self._shut_down(background)
-        except StreamsError as error:
-            raise StartupError(f"Redis failed while the worker started: {error}") from error
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return starting.result() if starting.done() else None
         finally:
-            await self._close()
-            if status is not None:
-                status.close()
+            for task in (starting, stopping):
+                task.cancel()
+            await asyncio.wait({starting, stopping})
+
+    async def _start(self, ready: Callable[[ServiceInfo], None] | None, closing: contextlib.ExitStack) -> Started:
+        """Everything up to where jobs are taken; what `closing` gets is closed last."""
+        redis_version = await check_server(self._url)
+        status = self._start_status_server()
+        if status is not None:
+            closing.callback(status.close)
+        info, intake = await self._start_engine()
+        await self._links.clock.sync(self._links.commands)
+        await self._links.source.ensure_groups()
+        background = self._start_background()
+        url = None if status is None else f"http://{self._settings.metrics_host}:{status.port}"
+        log.info(
+            "worker_ready",
+            device=info.device,
+            dtype=info.dtype,
+            num_blocks=info.num_blocks,
+            max_model_len=info.max_model_len,
+            activation_bytes=info.activation_bytes,
+            engine_pid=info.pid,
+            metrics_url=url,
+        )
+        if ready is not None:
+            ready(ServiceInfo(self._worker_id, self._settings.queue, redis_version, info, url))
+        return intake, background
 
     async def _start_engine(self) -> tuple[EngineInfo, Intake]:
         """Start the engine, and read the tokenizer meanwhile."""
         path = Path(self._settings.model)
         loading = asyncio.create_task(asyncio.to_thread(load_text_side, path))
         try:
-            info = await self._engine.start(self._stop)
+            info = await self._engine.start()
             tokenizer, eos_token_ids = await loading
         except ModelError as error:
             raise StartupError(str(error)) from error
@@ -370,6 +405,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         num_swap_blocks=settings.num_swap_blocks,
         preemption_mode=settings.preemption_mode,
         write_behind_mib=settings.write_behind_mib,
+        swap_step_mib=settings.swap_step_mib,
         deterministic=settings.deterministic,
         scheduling_policy=settings.scheduling_policy,
         scheduler_delay_factor=settings.scheduler_delay_factor,
@@ -392,10 +428,16 @@ def safe_name(hostname: str) -> str:
 
 @contextlib.contextmanager
 def signals_call(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT call `stop` inside the block. Outside the main thread nothing is changed."""
+    """SIGTERM, SIGINT and SIGHUP call `stop` inside the block; what handled them before does so again after it.
+
+    SIGHUP stays ignored where it was, under nohup for instance. Outside the main thread nothing is changed.
+    """
     loop = asyncio.get_running_loop()
+    former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    if former[signal.SIGHUP] is signal.SIG_IGN:
+        del former[signal.SIGHUP]
     handled = []
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in former:
         with contextlib.suppress(ValueError, RuntimeError):
             loop.add_signal_handler(number, stop)
             handled.append(number)
@@ -404,3 +446,4 @@ def signals_call(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in handled:
             loop.remove_signal_handler(number)
+            signal.signal(number, former[number])

@@ -17,11 +17,11 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from scheduler.errors import InvalidConfigError
 from scheduler.policy_names import DEFAULT_POLICY, parse_policy
+from worker.engine_config import BLOCK_SIZES
 from worker.errors import StartupError
 from worker.settings_words import ENV_PREFIX, env_name, problem_line
 
 DEMO_MODEL = "smollm2"
-BLOCK_SIZES = (8, 16, 32, 64)
 # Token budget of a step where `max_num_batched_tokens` is not set. On the CPU a step of 6144 tokens takes many seconds.
 BATCHED_TOKENS_CUDA = 6144
 BATCHED_TOKENS_CPU = 512
@@ -122,12 +122,12 @@ class Settings(BaseSettings):
     """Where the model runs. `auto` takes CUDA where there is a device."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and KV cache. `auto` is the checkpoint's own on CUDA and float32 on the CPU."""
-    max_model_len: int | None = Field(default=None, ge=8, json_schema_extra=_shown("the model's own"))
-    """Most tokens of one sequence, prompt and reply together."""
+    max_model_len: int | None = Field(default=None, ge=8, json_schema_extra=_shown("the model's own, or what fits"))
+    """Most tokens of one sequence, prompt and reply together. A KV cache that can't hold one is refused."""
     block_size: Annotated[int, AfterValidator(_block_size)] = 16
     """Tokens in one block of the KV cache: 8, 16, 32 or 64."""
     num_kv_blocks: int | None = Field(default=None, ge=1, json_schema_extra=_shown("from the free memory"))
-    """Blocks of the KV cache."""
+    """Blocks of the KV cache. On the CPU by default a quarter of the free memory, at most 2 GiB; taken at start."""
     gpu_memory_utilization: float = Field(default=0.88, gt=0, le=1)
     """Share of the GPU's memory that weights, activations and KV cache may take together."""
     max_num_seqs: int = Field(default=128, ge=1, le=4096)
@@ -150,6 +150,10 @@ class Settings(BaseSettings):
     """Where the KV cache is full: swap a sequence to CPU memory, compute it again later, or what is faster for it."""
     write_behind_mib: float = Field(default=16.0, ge=0, le=65_536)
     """MiB of likely victims that a step may copy to the swap space before they are preempted. 0 turns it off."""
+    swap_step_mib: float | None = Field(
+        default=None, ge=0, le=65_536, json_schema_extra=_shown("256 on CUDA, 64 on the CPU")
+    )
+    """Most MiB that a step begins to copy each way between KV cache and swap space. 0 is no limit."""
     scheduling_policy: Annotated[str, AfterValidator(_policy)] = DEFAULT_POLICY
     """Order of sequences: one or more of fcfs, priority, deadline and fair (tenants), the first weighing most."""
     scheduler_delay_factor: float = Field(default=0, ge=0, le=100)
@@ -208,7 +212,7 @@ class Settings(BaseSettings):
                 "raise the one or lower the other"
             )
         if self.max_model_len is not None and self.num_kv_blocks is not None:
-            self._check_context(self.max_model_len, self.num_kv_blocks * self.block_size)
+            self._check_context(self.max_model_len, self.num_kv_blocks, self.block_size)
         if self.swap_space_gib is not None and self.num_swap_blocks is not None:
             raise ValueError("swap_space_gib and num_swap_blocks exclude each other: leave one of them out")
         if self.preemption_mode == "swap" and 0 in (self.swap_space_gib, self.num_swap_blocks):
@@ -223,11 +227,12 @@ class Settings(BaseSettings):
         return self
 
     @staticmethod
-    def _check_context(max_model_len: int, num_slots: int) -> None:
+    def _check_context(max_model_len: int, num_kv_blocks: int, block_size: int) -> None:
+        num_slots = num_kv_blocks * block_size
         if max_model_len > num_slots:
             raise ValueError(
-                f"max_model_len ({max_model_len}) is more than the KV cache holds ({num_slots} tokens): "
-                "raise num_kv_blocks or lower max_model_len"
+                f"max_model_len ({max_model_len}) is more than the KV cache holds ({num_slots} tokens): raise "
+                f"num_kv_blocks to {-(-max_model_len // block_size)} or lower max_model_len to {num_slots}"
             )
 
     def batched_tokens(self, device: str) -> int:

@@ -1,6 +1,7 @@
 """Looks after the jobs held, once a second and on a hint: cancel marks, deadlines, and what operators set."""
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 
 import structlog
@@ -11,12 +12,14 @@ from worker.job_table import JobTable
 from worker.jobs_in_flight import JobsInFlight
 from worker.queue_links import QueueLinks
 from worker.streams.connection import Backoff
-from worker.streams.errors import StreamsError
+from worker.streams.errors import ServerError, StreamsError
 from worker.streams.registry import read_config
 
 log = structlog.get_logger(__name__)
 
 WATCH_S = 1.0
+# What operators set is looked at this often without a hint, which may be lost with the stream that carries it.
+READ_CONFIG_EVERY = 10
 
 
 class Watch:
@@ -30,9 +33,14 @@ class Watch:
         self.is_paused = False
 
     async def watch_jobs(self) -> None:
-        """Once a second: deadlines and cancel marks of all jobs held. Runs until cancelled."""
-        while True:
+        """Once a second: deadlines and cancel marks of all jobs held; less often what operators set.
+
+        Runs until cancelled.
+        """
+        for num_looks in itertools.count(1):
             await asyncio.sleep(WATCH_S)
+            if num_looks % READ_CONFIG_EVERY == 0:
+                await self._read_config()
             now_ms = self._links.clock.now_ms()
             for job in self._table:
                 if job.envelope.is_expired(now_ms):
@@ -73,7 +81,8 @@ class Watch:
         try:
             config = await read_config(self._links.commands, self._links.keys)
         except StreamsError as error:
-            log.warning("queue_config_unread", error=str(error))
+            if not (isinstance(error, ServerError) and error.is_wrong_type):  # the registry names such keys
+                log.warning("queue_config_unread", error=str(error))
             return
         self.is_paused = config.get("paused", "0") not in ("", "0")
         depth = config.get("max_depth", "0")

@@ -1,14 +1,11 @@
 """Compiling bodies to C functions, once for each machine and version of the sources.
 
 numba's own cache looks at the file of the function alone: a change in a helper's file would leave stale code behind. So
-the code lies in a folder that is named by a digest of all sources here, the compiler's version and the processor:
-
-    $NUMBA_CACHE_DIR, or <user cache>/pagemill/kernels
-        <digest>/            numba's index and code files, and an empty file NAME.ready for each body that is complete
+the code lies in a folder that is named by a digest of all sources here, the compiler's version and the processor
+(code_cache.py).
 """
 
 import hashlib
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -20,6 +17,8 @@ from typing import Any, Final
 import numba
 from numba import cfunc, types
 from numba.core.registry import cpu_target
+
+from kernels.cpu.code_cache import CodeCache, cache_root, open_cache
 
 # Name of a body → (module in this folder, number of int64 arguments).
 BODIES: Final = {
@@ -33,18 +32,10 @@ BODIES: Final = {
     "rms_norm": ("elementwise", 1),
     "silu_and_mul": ("elementwise", 1),
     "sample": ("sampling", 1),
+    "top_logprobs": ("top_logprobs", 1),
 }
 _lock = threading.Lock()
 _loaded: dict[str, Any] = {}
-
-
-def _cache_root() -> Path:
-    chosen = os.environ.get("NUMBA_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "pagemill" / "kernels"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagemill" / "kernels"
 
 
 def sources() -> tuple[Path, ...]:
@@ -62,24 +53,19 @@ def _digest() -> str:
     return digest.hexdigest()[:24]
 
 
-@cache
-def _cache_folder() -> Path | None:
-    """The folder for code files, made if need be; None where nothing can be written, and each start compiles anew."""
-    folder = _cache_root() / _digest()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".write-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError:
-        return None
-    return folder
+def _open_cache() -> CodeCache | None:
+    return open_cache(cache_root(), _digest())
 
 
 def is_cached(name: str) -> bool:
     """True where the cache on disk holds the body complete, so that loading it takes milliseconds."""
-    folder = _cache_folder()
-    return folder is not None and (folder / f"{name}.ready").exists()
+    held = _open_cache()
+    return held is not None and held.is_intact(name, BODIES[name][0])
+
+
+def is_at_hand(name: str) -> bool:
+    """True where nothing has to be compiled to call the body: it is loaded, or in the cache on disk."""
+    return name in _loaded or is_cached(name)
 
 
 def address(name: str) -> int:
@@ -94,17 +80,70 @@ def address(name: str) -> int:
 
 
 def _load(name: str) -> Any:
+    held, module = _open_cache(), BODIES[name][0]
+    if held is None:
+        return _compile(name, None)
+    try:
+        if held.is_intact(name, module):
+            return _load_intact(name, held)
+        if not held.is_read_only:
+            return _compile_and_keep(name, held)
+    except OSError as error:
+        held.give_up(error)
+    return _compile(name, None)
+
+
+def _load_intact(name: str, held: CodeCache) -> Any:
+    """Load a body whose files are as they were written. Raises OSError."""
+    module = BODIES[name][0]
+    try:
+        compiled = _compile(name, held.folder)
+    except OSError:
+        raise
+    except Exception:  # unpickling raises what it likes; should the body itself be at fault, compiling tells
+        held.tell_damage()
+        with held.locked(name):
+            held.forget(name, module)
+        return _compile_and_keep(name, held)
+    if not compiled.cache_hits:  # some versions of numba look at the time of the sources, and have written anew
+        with held.locked(name):
+            held.seal(name, module)
+    return compiled
+
+
+def _compile_and_keep(name: str, held: CodeCache) -> Any:
+    """Compile a body and write it to the cache, or load it where another process did so meanwhile. Raises OSError."""
+    module = BODIES[name][0]
+    with held.locked(name):
+        if not held.is_intact(name, module):
+            if held.is_damaged(name, module):
+                held.tell_damage()
+            held.forget(name, module)
+        compiled = _compile(name, held.folder)
+        if not compiled.cache_hits:
+            held.seal(name, module)
+        return compiled
+
+
+def _compile(name: str, folder: Path | None) -> Any:
+    """Compile a body, or load it from numba's files in `folder`, which are written where there are none.
+
+    Raises OSError where they can't be.
+    """
     module, num_arguments = BODIES[name]
     body: Callable[..., None] = getattr(import_module(f"kernels.cpu.{module}"), name)
     signature = types.void(*[types.int64] * num_arguments)
-    folder = _cache_folder()
-    before = numba.config.CACHE_DIR
+    config, settings = numba.config, ("CACHE_DIR", "CACHE_LOCATOR_CLASSES")
+    before = {setting: getattr(config, setting, "") for setting in settings}
     if folder is not None:
-        numba.config.CACHE_DIR = str(folder)
+        # This folder or none: numba would fall back to __pycache__ beside the sources.
+        config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = str(folder), "UserProvidedCacheLocator"
     try:
-        compiled = cfunc(signature, cache=folder is not None, error_model="numpy")(body)
+        return cfunc(signature, cache=folder is not None, error_model="numpy")(body)
+    except RuntimeError as error:
+        if "no locator available" not in str(error):
+            raise
+        raise OSError(f"numba can't write to {folder}") from error
     finally:
-        numba.config.CACHE_DIR = before
-    if folder is not None:
-        (folder / f"{name}.ready").touch()
-    return compiled
+        for setting, value in before.items():
+            setattr(config, setting, value)

@@ -1,7 +1,9 @@
 """`pagemill bench`: the engine and its peers on one seeded workload, in one run, alternating."""
 
 import contextlib
+import importlib
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,12 +16,15 @@ from model.config import ModelConfig
 from ops.bench.errors import BenchError
 from ops.bench.machine import machine_facts, warnings_of
 from ops.bench.measure import Measurement, num_blocks_for, say
+from ops.bench.parts import CACHE_VARIABLE, cache_folder, checkpoint_path
 from ops.bench.report import check_lines, facts_lines, judge_bars, print_report, summarize
+from ops.bench.scheduler import command as scheduler_command
 from ops.bench.side import SideProcess
 from ops.bench.workload import Lengths, WorkloadShape, draw_lengths
 
 ITEMSIZES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
-CACHE_VARIABLE: Final = "PAGEMILL_CACHE_DIR"
+# Measurements with options of their own, by the first word after `bench`: modules with a `command`.
+PARTS: Final = {"modes": "ops.bench.modes", "block-sizes": "ops.bench.block_sizes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,10 @@ _MEAN = click.FloatRange(min=1)
 _SIGMA = click.FloatRange(min=0, max=3)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True})
+@click.group(
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
+)
 @click.option("--model", default="smollm2", help="Checkpoint folder, GGUF file, or `smollm2`, the demo model.")
 @click.option("--quick", is_flag=True, help="A small run, to see that everything works: its figures mean little.")
 @click.option("--batches", type=BatchList(), default="1,8,32", help="Sequences in flight at once, one run each.")
@@ -112,13 +120,18 @@ _SIGMA = click.FloatRange(min=0, max=3)
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False), help="Write the JSON result to this file as well."
 )
-def command(quick: bool, json_file: str | None, **values: Any) -> int:
+@click.pass_context
+def command(ctx: click.Context, /, quick: bool, json_file: str | None, **values: Any) -> int:
     """Measure the engine and its peers on this machine, on one seeded workload.
 
     Requests have lognormal lengths and greedy replies of exactly the wanted length. Our engine and `transformers` run
     them by turns, each in a process that sleeps while the other runs. Tables go to stdout, and as its last line one
     JSON object with everything. Exit code 1: the first request's tokens are not the peer's.
+
+    `pagemill bench modes` compares the preemption modes, `pagemill bench block-sizes` the sizes of a block.
     """
+    if ctx.invoked_subcommand is not None:
+        return 0
     report = run_bench(_options(QUICK if quick else FULL, is_quick=quick, **values))
     print_report(report)
     line = json.dumps(report)
@@ -128,17 +141,18 @@ def command(quick: bool, json_file: str | None, **values: Any) -> int:
     return 0 if report["is_token_check_passed"] else 1
 
 
+command.add_command(scheduler_command)
+
+
 def _options(preset: Preset, **values: Any) -> BenchOptions:
     shape = asdict(preset.shape)
     chosen = {name: shape[name] if values[name] is None else values.pop(name) for name in shape}
-    import platformdirs
-
     return BenchOptions(
         shape=WorkloadShape(**chosen),
         rounds=preset.rounds,
         min_requests=preset.min_requests,
         alternations=values.pop("alternations") or preset.alternations,
-        cache_dir=values.pop("cache_dir") or str(platformdirs.user_cache_path("pagemill")),
+        cache_dir=str(cache_folder(values.pop("cache_dir"))),
         **{name: value for name, value in values.items() if name not in shape},
     )
 
@@ -146,7 +160,7 @@ def _options(preset: Preset, **values: Any) -> BenchOptions:
 def run_bench(options: BenchOptions) -> dict[str, Any]:
     """Everything, measured: the report. Progress goes to stderr. Raises PagemillError with one line."""
     started = time.monotonic()
-    path = _model_path(options)
+    path = checkpoint_path(options.model, Path(options.cache_dir))
     config = _config(path)
     machine = machine_facts()
     for line in warnings_of(machine, []):
@@ -207,17 +221,6 @@ def _tell_the_rest(report: dict[str, Any]) -> None:
     say(f"took {report['took_s']:.0f} s")
 
 
-def _model_path(options: BenchOptions) -> Path:
-    from worker.demo_model import DEMO_MODEL_NAME, ensure_demo_model
-
-    if options.model == DEMO_MODEL_NAME:
-        from ops.progress import progress_reporter
-
-        with progress_reporter() as progress:
-            return ensure_demo_model(Path(options.cache_dir), progress)
-    return Path(options.model)
-
-
 def _config(path: Path) -> ModelConfig:
     from model.errors import ModelError
     from model.loader import load_config
@@ -259,7 +262,12 @@ def _check_fit(lengths: dict[int, list[Lengths]], max_tokens: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run with these words (the process's own where left out); answers the exit code. Raises PagemillError."""
-    words = None if argv is None else list(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words and words[0] in PARTS:
+        importlib.import_module(PARTS[words[0]]).command.main(
+            args=words[1:], prog_name=f"pagemill bench {words[0]}", standalone_mode=False
+        )
+        return 0
     code: int | None = command.main(args=words, prog_name="pagemill bench", standalone_mode=False)
     return code or 0
 

@@ -1,5 +1,6 @@
 """`pagemill dead`: jobs that could not be answered, or that were given up."""
 
+import re
 from typing import Any
 
 import click
@@ -10,6 +11,7 @@ from worker.errors import StartupError
 from worker.streams.connection import Link
 from worker.streams.keys import QueueKeys
 
+_ENTRY_ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 _FIELDS = (b"id", b"error", b"deliveries", b"workers", b"source_id")
 
 
@@ -21,6 +23,8 @@ def command(queue: str | None, redis_url: str | None, data_dir: str | None, limi
     """Show the newest dead letters, or all fields of the one whose ENTRY_ID the list shows."""
     settings = client_settings(queue, redis_url, data_dir)
     url = find_server(settings)
+    if entry_id is not None and not _ENTRY_ID.fullmatch(entry_id):
+        raise StartupError(f"{entry_id[:80]!r} is no entry id, like 1764464400123-0: `pagemill dead` lists them")
     if entry_id is None:
         rows = run_on_link(url, lambda link: _newest(link, settings.queue, limit))
         columns = ("entry", *(name.decode() for name in _FIELDS))

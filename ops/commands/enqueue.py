@@ -8,6 +8,7 @@ import click
 
 from ops.server import client_settings, find_server, run_on_link, server_options
 from ops.streamed_text import print_reply
+from ops.utf8 import as_utf8, decode_utf8
 from worker.client import AsyncClient, Prompt
 from worker.errors import StartupError
 from worker.reply_events import Reply
@@ -50,7 +51,10 @@ def command(
         raise click.UsageError("--system belongs to a chat message, so it can't stand beside --raw.")
     settings = client_settings(queue, redis_url, data_dir)
     url = find_server(settings)
-    text = sys.stdin.read() if text == "-" else text
+    if text == "-":
+        text = decode_utf8("standard input", sys.stdin.buffer.read())
+    for name, word in [("TEXT", text), ("--system", system or ""), *[("--field", pair) for pair in pairs]]:
+        as_utf8(name, word)
     fields = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     job = {name: value for name, value in fields.items() if value is not None} | _extra_fields(pairs)
     if not run_on_link(url, lambda link: _count_workers(link, settings.queue)):
@@ -103,8 +107,12 @@ def _extra_fields(pairs: tuple[str, ...]) -> dict[str, str]:
 
 
 async def _count_workers(link: Link, queue: str) -> int:
-    """Workers in the registry whose heartbeat has not expired."""
+    """Workers in the registry whose heartbeat has not expired; 1 where it can't be read, which says nothing."""
     keys = QueueKeys(queue)
-    names = [name.decode() for name in await link.call("ZRANGE", keys.workers, 0, -1)]
-    alive = await link.batch([("EXISTS", keys.worker(name)) for name in names]) if names else []
+    try:
+        names = await link.call("ZRANGE", keys.workers, 0, -1)
+    except StartupError:
+        return 1
+    prefix = keys.worker("").encode()
+    alive = await link.batch([("EXISTS", prefix + name) for name in names]) if names else []
     return sum(1 for answer in alive if answer == 1)

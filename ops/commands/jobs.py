@@ -8,6 +8,7 @@ import click
 from ops.server import client_settings, find_server, run_on_link, server_options
 from ops.tables import age, print_table
 from worker.streams.connection import Link
+from worker.streams.errors import ServerError
 from worker.streams.keys import GROUP, LANES, QueueKeys
 
 # Records looked at in one go; a queue may keep very many of finished jobs.
@@ -41,7 +42,9 @@ async def _look(link: Link, queue: str) -> tuple[list[list[Any]], list[list[Any]
         cursor, names = await link.call("SCAN", cursor, "MATCH", keys.state("*"), "COUNT", _SCAN_COUNT, "TYPE", "hash")
         records = await link.batch([("HMGET", name, *_FIELDS) for name in names]) if names else []
         for name, record in zip(names, records, strict=True):
-            values = [(value or b"").decode() for value in record]
+            if isinstance(record, ServerError):  # it expired, and something else came in its place
+                continue
+            values = [(value or b"").decode("utf-8", "replace") for value in record]
             if values[0] in ("running", "queued"):
                 jobs.append([name.removeprefix(prefix), *values])
             else:
@@ -50,10 +53,13 @@ async def _look(link: Link, queue: str) -> tuple[list[list[Any]], list[list[Any]
             return lanes, jobs, outcomes
 
 
-async def _lane(link: Link, key: str, now_ms: int) -> tuple[int, int, str]:
+async def _lane(link: Link, key: str, now_ms: int) -> tuple[int | str, int | str, str]:
     """Jobs that wait, jobs that workers hold, and the age of the oldest of either."""
-    if not await link.call("EXISTS", key):
+    kind = (await link.call("TYPE", key)).decode()
+    if kind == "none":
         return 0, 0, ""
+    if kind != "stream":
+        return "", "", f"{key} holds a {kind}: RENAME or DEL it"
     groups = [dict(zip(flat[::2], flat[1::2], strict=True)) for flat in await link.call("XINFO", "GROUPS", key)]
     held = sum(group[b"pending"] for group in groups if group[b"name"] == GROUP.encode())
     length = await link.call("XLEN", key)

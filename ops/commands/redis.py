@@ -22,8 +22,8 @@ def command(
     Options of this command stand before CMD. An error of the server ends with exit code 1.
 
     \b
-    pagemill redis XADD 'pagemill:{smollm2}:jobs:normal' '*' id joke-1 prompt 'Tell me a joke'
-    pagemill redis XREAD BLOCK 4000 STREAMS 'pagemill:{smollm2}:reply:joke-1' 0-0
+    pagemill redis XADD 'pagemill:{smollm2}:jobs:normal' '*' id haiku-1 prompt 'A haiku:'
+    pagemill redis XREAD BLOCK 4000 STREAMS 'pagemill:{smollm2}:reply:haiku-1' 0-0
     """
     url = find_server(client_settings(redis_url=redis_url, data_dir=data_dir))
     with clear_connection_errors(url), RespConnection(url) as connection:

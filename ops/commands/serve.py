@@ -1,6 +1,7 @@
 """`pagemill serve`: the worker. Every setting is a flag, made from the settings class."""
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,8 @@ from pydantic import SecretStr
 from ops.first_message import show_start
 from ops.progress import ProgressReporter, progress_reporter
 from ops.settings_doc import accepted
+from ops.stopping import clearing_up
+from worker.embedded import EmbeddedServer
 from worker.errors import StartupError
 from worker.logs import configure_logging
 from worker.settings import DEMO_MODEL, Settings, load_settings, misspelt_variables, shown_default
@@ -34,37 +37,71 @@ def _setting_options() -> list[click.Parameter]:
 
 
 def _serve(first_message: str | None, **flags: Any) -> None:
-    """Run a worker until it is told to stop (Ctrl-C or SIGTERM); a second signal doesn't wait for running jobs.
+    """Run a worker until it is told to stop; a second signal doesn't wait for running jobs.
 
-    Without --redis-url an embedded Valkey is started beside it and stopped with it.
+    SIGINT (Ctrl-C), SIGTERM and SIGHUP stop it at any time, also while it starts: exit code 0. Without --redis-url an
+    embedded Valkey is started beside it and stopped with it; one that is killed is started again, on the same data.
     """
     settings = load_settings({name: value for name, value in flags.items() if value is not None})
     configure_logging(settings.log_level, settings.log_format)
     for variable, meant in misspelt_variables():
         click.echo(f"pagemill: {variable} is not a setting; did you mean {meant}?", err=True)
-    with progress_reporter() as progress:
-        settings = settings.model_copy(update={"model": str(find_model(settings, progress))})
-        with server_for(settings) as url:
-            settings = settings.model_copy(update={"redis_url": SecretStr(url)})
-            asyncio.run(_run_service(settings, progress, first_message))
+    try:
+        with progress_reporter() as progress:
+            settings = settings.model_copy(update={"model": str(find_model(settings, progress))})
+            with server_for(settings, progress) as (url, server):
+                settings = settings.model_copy(update={"redis_url": SecretStr(url)})
+                asyncio.run(_run_service(settings, progress, first_message, server))
+                clearing_up()
+    except KeyboardInterrupt:
+        _tell_stopped()
+        raise
+    _tell_stopped()
 
 
-async def _run_service(settings: Settings, progress: ProgressReporter, first_message: str | None) -> None:
+def _tell_stopped() -> None:
+    if sys.stderr.isatty():
+        click.echo("Stopped.", err=True)
+
+
+async def _run_service(
+    settings: Settings, progress: ProgressReporter, first_message: str | None, server: EmbeddedServer | None
+) -> None:
     """Serve until the service says that it has stopped; it handles the signals itself."""
+    progress("starting the worker", 0, 0)
     from worker.service import Service, ServiceInfo
 
-    greetings: list[asyncio.Task[None]] = []
-
     def ready(info: ServiceInfo) -> None:
+        progress("starting the worker", 1, 1)
         progress.close()
-        greetings.append(asyncio.create_task(show_start(settings, first_message, info.metrics_url)))
+        greetings.append(asyncio.create_task(show_start(settings, first_message, info.metrics_url, service)))
 
+    greetings: list[asyncio.Task[None]] = []
+    service = Service(
+        settings, progress=progress, on_stop=lambda num_jobs, is_again: tell_stop(num_jobs, is_again, settings)
+    )
+    parts = [asyncio.create_task(service.run(ready))]
+    if server is not None:
+        parts.append(asyncio.create_task(server.keep_running()))
     try:
-        await Service(settings, progress=progress).run(ready)
+        ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        for part in ended:
+            part.result()
     finally:
-        for greeting in greetings:
-            greeting.cancel()
-        await asyncio.gather(*greetings, return_exceptions=True)
+        for task in (*parts, *greetings):
+            task.cancel()
+        await asyncio.gather(*parts, *greetings, return_exceptions=True)
+
+
+def tell_stop(num_jobs: int, is_again: bool, settings: Settings) -> None:
+    """Say at once what a stop waits for, and how to end the waiting; told again, that it waits no longer."""
+    words = "Stopping."
+    if num_jobs:
+        jobs = "1 running job" if num_jobs == 1 else f"{num_jobs} running jobs"
+        grace = f"{jobs} may take {settings.shutdown_grace_s:g} s more. Ctrl-C again ends now"
+        words = "Stopping now" if is_again else f"Stopping: {grace}"
+        words += "; what is unfinished stays in the queue."
+    click.echo(f"\n{words}", err=True)
 
 
 def find_model(settings: Settings, progress: ProgressReporter) -> Path:
@@ -82,15 +119,13 @@ def find_model(settings: Settings, progress: ProgressReporter) -> Path:
 
 
 @contextmanager
-def server_for(settings: Settings) -> Iterator[str]:
-    """The URL of the server to work with: the one that is set, or an embedded one that lives as long as the block."""
+def server_for(settings: Settings, progress: ProgressReporter) -> Iterator[tuple[str, EmbeddedServer | None]]:
+    """URL of the server to work with: the one that is set, or an embedded one, which lives as long as the block."""
     if settings.redis_url is not None:
-        yield settings.redis_url.get_secret_value()
+        yield settings.redis_url.get_secret_value(), None
         return
-    from worker.embedded import EmbeddedServer
-
-    with EmbeddedServer(settings.data_dir) as server:
-        yield server.url
+    with EmbeddedServer(settings.data_dir, progress=progress) as server:
+        yield server.url, server
 
 
 command = click.Command(

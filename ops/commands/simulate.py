@@ -5,21 +5,24 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import click
 
 from ops.progress import progress_reporter
-from ops.simulate.adapt import scaled, window
+from ops.simulate.adapt import scaled, window, with_burst
+from ops.simulate.burst import recovery
+from ops.simulate.compare import compare_modes
+from ops.simulate.cost import CostModel
+from ops.simulate.engine_flags import engine_flags, engine_sizes
 from ops.simulate.errors import SimulateError
 from ops.simulate.prefix_only import check_has_hashes, run_cache, run_plain_lru
-from ops.simulate.presets import FIGURES, PRESETS, cost_model, figures_of, num_blocks_of
-from ops.simulate.report import prefix_summary, print_prefix, print_summary
-from ops.simulate.runs import EngineSizes, needed_blocks, share_of_need, simulate, trace_facts
+from ops.simulate.presets import FIGURES, PRESETS, cost_model, figures_of
+from ops.simulate.report import prefix_summary, print_comparison, print_prefix, print_summary
+from ops.simulate.runs import EngineSizes, Progress, needed_blocks, share_of_need, simulate, trace_facts
 from ops.simulate.traces import HASH_BLOCK_TOKENS, Trace, read_trace
-
-DEFAULT_BLOCK_SIZE = 16
 
 _COUNT = click.IntRange(min=1)
 _ABOVE_0 = click.FloatRange(min=0, min_open=True)
@@ -50,13 +53,9 @@ class Percents(click.ParamType[tuple[float, ...]]):
 @click.option("--seed", type=int, help="Draws where --requests begin.  [default: at the trace's begin]")
 @click.option("--speed-up", type=_ABOVE_0, default=1.0, help="Requests arrive so many times as fast.")
 @click.option("--scale-lengths", type=_ABOVE_0, default=1.0, help="Prompts and replies are so many times as long.")
-@click.option("--num-blocks", type=_COUNT, help="KV pool in blocks.  [default: what the preset's memory holds]")
-@click.option("--pool-share", type=_ABOVE_0, help="KV pool as a share of what the trace needs, found by a run before.")
-@click.option("--block-size", type=_COUNT, help="Tokens in a block.  [default: 16; 512 with --prefix-only]")
-@click.option("--max-num-seqs", type=_COUNT, default=128, help="Most sequences that run at a time.")
-@click.option("--max-num-batched-tokens", type=_COUNT, help="Token budget of a step.  [default: 6144, cpu: 512]")
-@click.option("--max-model-len", type=_COUNT, help="Most tokens of a request.  [default: those of the longest]")
-@click.option("--prefix-caching/--no-prefix-caching", default=True, help="Reuse blocks of equal prompt beginnings.")
+@click.option("--scale-replies", type=_ABOVE_0, default=1.0, help="Replies alone are so many times as long as that.")
+@click.option("--burst", type=_COUNT, help="So many requests, from the middle on, arrive at once.")
+@engine_flags
 @click.option("--params-b", type=_ABOVE_0, help="Weights that a token is multiplied with, in billions.")
 @click.option("--weights-gb", type=_ABOVE_0, help="Gigabytes of weights that a step reads.")
 @click.option("--kv-kib", type=_ABOVE_0, help="KiB of keys and values of a token.")
@@ -65,27 +64,35 @@ class Percents(click.ParamType[tuple[float, ...]]):
 @click.option("--compute-tflops", type=_ABOVE_0, help="TFLOP/s achieved.")
 @click.option("--link-gb-s", type=_ABOVE_0, help="GB/s each way between the KV tiers.")
 @click.option("--overhead-ms", type=click.FloatRange(min=0), help="Milliseconds added to each step.")
+@click.option("--compare-modes", is_flag=True, help="Run swap, recompute and auto, and say how well auto chooses.")
 @click.option("--chrome-trace", type=click.Path(dir_okay=False, path_type=Path), help="Write steps and requests here.")
 @click.option("--prefix-only", is_flag=True, help="Only the prefix cache, without time, beside a plain LRU.")
 @click.option(
     "--sizes", type=Percents(), default="5,10,25,50,100", help="Sizes of --prefix-only, in % of distinct blocks."
 )
-def command(trace: Path, prefix_only: bool, sizes: tuple[float, ...], **values: Any) -> None:
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON object here, too."
+)
+def command(trace: Path, prefix_only: bool, sizes: tuple[float, ...], json_file: Path | None, **values: Any) -> None:
     """Run recorded traffic through the real scheduler, with a cost model instead of a model.
 
     TRACE is a CSV of Azure's (TIMESTAMP, ContextTokens, GeneratedTokens), a JSONL of Mooncake's (timestamp,
     input_length, output_length, hash_ids), or one that a worker recorded with --record-trace. Flags from --params-b
     to --overhead-ms replace the preset's figures.
 
-    Tables go to stdout, and as its last line one JSON object with everything.
+    Tables go to stdout, and as its last line one JSON object with everything. With --compare-modes the same trace runs
+    in each preemption mode, and what auto makes of it is divided by what the better of the others does.
     """
     started = time.monotonic()
     if values["num_blocks"] is not None and values["pool_share"] is not None:
         raise click.UsageError("--num-blocks and --pool-share exclude each other: leave one of them out.")
+    if values["compare_modes"] and (values["chrome_trace"] or values["burst"]):
+        raise click.UsageError("--compare-modes makes three runs: leave --chrome-trace and --burst out.")
     chosen = scaled(
         window(read_trace(trace), values["num_requests"], values["seed"]),
         speed_up=values["speed_up"],
         lengths=values["scale_lengths"],
+        replies=values["scale_replies"],
     )
     report: dict[str, Any] = {"simulate": "pagemill", "trace": {"file": trace.name, **trace_facts(chosen)}}
     if prefix_only:
@@ -94,8 +101,15 @@ def command(trace: Path, prefix_only: bool, sizes: tuple[float, ...], **values: 
         print_prefix(report["sizes"])
     else:
         report |= _run(chosen, **values)
-        print_summary(report["result"])
-    print(json.dumps(report | {"took_s": time.monotonic() - started}))
+        if values["compare_modes"]:
+            print_comparison(report["result"])
+        else:
+            print_summary(report["result"])
+    line = json.dumps(report | {"took_s": time.monotonic() - started})
+    if json_file is not None:
+        with _opened(json_file) as file:
+            print(line, file=file)
+    print(line)
 
 
 def _run_prefix_only(trace: Trace, percents: tuple[float, ...], block_size: int) -> list[dict[str, Any]]:
@@ -116,37 +130,38 @@ def _run_prefix_only(trace: Trace, percents: tuple[float, ...], block_size: int)
 def _run(trace: Trace, *, preset: str, pool_share: float | None, **values: Any) -> dict[str, Any]:
     figures = figures_of(preset, {name: values[name] for name in FIGURES})
     model = cost_model(figures)
-    block_size = values["block_size"] or DEFAULT_BLOCK_SIZE
-    num_blocks = values["num_blocks"]
-    if num_blocks is None:
-        num_blocks = 1 if pool_share is not None else num_blocks_of(preset, figures, block_size)
-    sizes = EngineSizes(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_seqs=values["max_num_seqs"],
-        max_num_batched_tokens=values["max_num_batched_tokens"] or PRESETS[preset].max_num_batched_tokens,
-        enable_prefix_caching=values["prefix_caching"],
-        max_model_len=values["max_model_len"],
-    )
+    sizes = engine_sizes(preset, figures, values | {"pool_share": pool_share})
     need = None
-    with progress_reporter() as progress, _opened(values["chrome_trace"]) as chrome_file:
+    with progress_reporter() as progress:
         if pool_share is not None:
             need = needed_blocks(trace, sizes, model, lambda done, total: progress("finding the need", done, total))
             sizes = replace(sizes, num_blocks=share_of_need(trace, sizes, need, pool_share))
-        metrics, refused = simulate(
-            trace,
-            sizes,
-            model,
-            chrome_file=chrome_file,
-            progress=lambda done, total: progress("simulating", done, total),
-        )
-    options = {name: values[name] for name in ("seed", "speed_up", "scale_lengths")}
+        is_tier_wanted = values["compare_modes"] or values["preemption_mode"] == "swap"
+        if values["num_swap_blocks"] is None and is_tier_wanted:
+            sizes = replace(sizes, num_swap_blocks=need or sizes.num_blocks)
+        if values["compare_modes"]:
+            result = compare_modes(trace, sizes, model, lambda stage: partial(progress, stage))
+        else:
+            result = _run_once(trace, sizes, model, values, partial(progress, "simulating"))
+    options = {name: values[name] for name in ("seed", "speed_up", "scale_lengths", "scale_replies", "burst")}
     return {
         "options": {"preset": preset, "pool_share": pool_share, **options},
         "costs": figures,
         "sizes": asdict(sizes) | {"needed_blocks": need},
-        "result": metrics.summary() | {"refused_requests": len(refused)},
+        "result": result,
     }
+
+
+def _run_once(
+    trace: Trace, sizes: EngineSizes, model: CostModel, values: dict[str, Any], progress: Progress
+) -> dict[str, Any]:
+    burst_s = None
+    if values["burst"] is not None:
+        trace, burst_s = with_burst(trace, values["burst"])
+    with _opened(values["chrome_trace"]) as chrome_file:
+        metrics, refused = simulate(trace, sizes, model, chrome_file=chrome_file, progress=progress)
+    result = metrics.summary() | {"refused_requests": len(refused)}
+    return result if burst_s is None else result | {"burst": recovery(metrics, burst_s)}
 
 
 @contextmanager

@@ -24,13 +24,19 @@ def command(queue: str | None, redis_url: str | None, data_dir: str | None) -> N
 
 
 async def _look(link: Link, queue: str) -> list[tuple[str, str, dict[str, str]]]:
-    """Name, age of the last beat and the fields of each worker; no fields are left of one that was lost."""
+    """Name, age of the last beat and the fields of each worker.
+
+    Where no worker is left that would take the lost ones out of the registry, their missing fields tell.
+    """
     keys = QueueKeys(queue)
     seconds, micros = await link.call("TIME")
     now_ms = int(seconds) * 1000 + int(micros) // 1000
-    scores = [word.decode() for word in await link.call("ZRANGE", keys.workers, 0, -1, "WITHSCORES")]
+    scores = await link.call("ZRANGE", keys.workers, 0, -1, "WITHSCORES")
     beats = []
-    for name, score in zip(scores[::2], scores[1::2], strict=True):
-        flat = [word.decode("utf-8", "replace") for word in await link.call("HGETALL", keys.worker(name))]
-        beats.append((name, age(now_ms - float(score)) + " ago", dict(zip(flat[::2], flat[1::2], strict=True))))
+    for raw_name, score in zip(scores[::2], scores[1::2], strict=True):
+        answer = await link.call("HGETALL", keys.worker("").encode() + raw_name)
+        flat = [word.decode("utf-8", "replace") for word in answer]
+        if flat:
+            name, last_beat = raw_name.decode("utf-8", "replace"), age(now_ms - float(score)) + " ago"
+            beats.append((name, last_beat, dict(zip(flat[::2], flat[1::2], strict=True))))
     return beats

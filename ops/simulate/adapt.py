@@ -23,21 +23,37 @@ def window(trace: Trace, num_requests: int | None, seed: int | None) -> Trace:
     )
 
 
-def scaled(trace: Trace, *, speed_up: float, lengths: float) -> Trace:
+def with_burst(trace: Trace, num_requests: int) -> tuple[Trace, float]:
+    """The same with `num_requests` requests of the middle arriving at once, when the first of them does; and that time.
+
+    All others come when they came.
+    """
+    requests = trace.requests
+    first = len(requests) // 2
+    burst_s = requests[first].arrival_s
+    burst = range(first, first + num_requests)
+    changed = tuple(replace(each, arrival_s=burst_s) if each.index in burst else each for each in requests)
+    return replace(trace, requests=changed), burst_s
+
+
+def scaled(trace: Trace, *, speed_up: float, lengths: float, replies: float = 1.0) -> Trace:
     """Arrivals `speed_up` times as fast, and `lengths` times as many tokens in prompts, replies and shared blocks.
 
-    Raises SimulateError where blocks that prompts share would have less than a token.
+    Replies are `replies` times as long as that. Raises SimulateError where blocks that prompts share would have less
+    than a token.
     """
-    if speed_up == 1 and lengths == 1:
+    if speed_up == lengths == replies == 1:
         return trace
     tokens_per_hash = round(trace.tokens_per_hash * lengths)
     if tokens_per_hash < 1:
         raise SimulateError(f"lengths times {lengths:g} leave nothing of blocks of {trace.tokens_per_hash} tokens")
-    requests = tuple(_scaled(each, speed_up, lengths, tokens_per_hash) for each in trace.requests)
+    requests = tuple(_scaled(each, speed_up, lengths, replies, tokens_per_hash) for each in trace.requests)
     return replace(trace, requests=requests, tokens_per_hash=tokens_per_hash)
 
 
-def _scaled(request: TraceRequest, speed_up: float, lengths: float, tokens_per_hash: int) -> TraceRequest:
+def _scaled(
+    request: TraceRequest, speed_up: float, lengths: float, replies: float, tokens_per_hash: int
+) -> TraceRequest:
     num_prompt_tokens = max(1, round(request.num_prompt_tokens * lengths))
     if request.hash_ids:
         # The last id's block still holds something, and no token lies beyond it.
@@ -47,5 +63,5 @@ def _scaled(request: TraceRequest, speed_up: float, lengths: float, tokens_per_h
         request,
         arrival_s=request.arrival_s / speed_up,
         num_prompt_tokens=num_prompt_tokens,
-        num_output_tokens=max(1, round(request.num_output_tokens * lengths)),
+        num_output_tokens=max(1, round(request.num_output_tokens * lengths * replies)),
     )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from scheduler.output import SchedulerOutput
+from scheduler.output import Chunks, SchedulerOutput
 
 NO_BOUND: Final = "nothing"
 
@@ -54,9 +54,8 @@ class CostModel:
     def step(self, output: SchedulerOutput, block_size: int) -> StepCost:
         """What a step takes. One that computes nothing and copies nothing is free: only rows are dropped in it."""
         num_tokens = num_read = num_pairs = 0
-        for chunk in output.chunks:
-            num = chunk.num_tokens
-            end = chunk.start + num
+        for start, num in zip(output.chunks.starts, output.chunks.num_tokens, strict=True):
+            end = start + num
             num_tokens += num
             num_read += end
             # Each token attends to itself and to all before it.
@@ -73,3 +72,11 @@ class CostModel:
         compute_s = (num_tokens * self.flops_per_token + num_pairs * self.attention_flops) / self.flops_per_s
         copy_s = num_swapped * block_bytes / self.link_bytes_per_s
         return StepCost(read_s, compute_s, copy_s, max(read_s, compute_s, copy_s) + self.overhead_s)
+
+    def rates(self, num_tokens: int) -> tuple[float, float]:
+        """What an engine on this machine measures at its start: bytes swapped, and prompt tokens computed, a second.
+
+        As the engine, it times one prompt, of `num_tokens` tokens, and the link alone.
+        """
+        prompt = SchedulerOutput(0, Chunks(("",), (0,), (num_tokens,), (True,)))
+        return self.link_bytes_per_s, num_tokens / self.step(prompt, 1).total_s

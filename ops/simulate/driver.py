@@ -116,7 +116,7 @@ class Simulation:
         preempted = [(seq_id, _mode(live[seq_id][0])) for seq_id in output.removed_ids if seq_id in live]
         cost = self._cost_model.step(output, scheduler.kv.block_size)
         self.now = start_s + cost.total_s
-        sampled = {chunk.seq_id: live[chunk.seq_id][1] for chunk in output.chunks if chunk.is_sampled}
+        sampled = {seq_id: live[seq_id][1] for seq_id in output.chunks.sampled_ids}
         # The step's time covers its copies, so they end with it.
         ended = tuple([TransferResult(transfer.transfer_id) for transfer in (*output.swap_outs, *output.swap_ins)])
         outputs = scheduler.update(output, ModelRunnerOutput(sampled, transfers=ended), self.now)

@@ -7,7 +7,9 @@ from typing import Any, Final
 import numpy as np
 
 from ops.simulate.driver import SimulatedStep
+from ops.simulate.errors import SimulateError
 from ops.simulate.traces import TraceRequest
+from scheduler import SchedulerStats
 
 PERCENTS: Final = (50, 95, 99)
 # Rows of the table that shows how the KV cache fills up over time.
@@ -29,13 +31,15 @@ class Metrics:
         self._queue_s = array("d")
         self._start_s = array("d")
         self._end_s = array("d")
-        # Of each step: blocks owned, slots filled, slots allocated, sequences running and not running, preemptions.
-        self._columns = {name: array("q") for name in ("owned", "filled", "allocated", "running", "waiting", "lost")}
+        # Of each step: blocks owned, slots filled, slots allocated, sequences running and not running, preemptions,
+        # tokens that came of it.
+        names = ("owned", "filled", "allocated", "running", "waiting", "lost", "output")
+        self._columns = {name: array("q") for name in names}
         self._bounds: Counter[str] = Counter()
-        self._preemptions: Counter[str] = Counter({"recompute": 0, "swap": 0})
-        self._num_copied = Counter({"out": 0, "in": 0})
+        self._gaps = SwapGaps()
+        self._stats: SchedulerStats | None = None
         self._worst_preempted = self._num_preempted_requests = 0
-        self._num_blocks = self._num_recomputed = self._num_computed = self._num_output = 0
+        self._num_computed = self._num_output = self._num_lost = 0
         self._num_prompt_blocks = self._num_hit_blocks = 0
         self.num_finished = 0
 
@@ -43,6 +47,11 @@ class Metrics:
     def num_steps(self) -> int:
         """Steps that took time."""
         return len(self._start_s)
+
+    @property
+    def steps(self) -> "tuple[array[float], array[float], array[int]]":
+        """Of each step that took time: its start, its end, and the tokens that came of it."""
+        return self._start_s, self._end_s, self._columns["output"]
 
     @property
     def peak_blocks(self) -> int:
@@ -55,17 +64,15 @@ class Metrics:
 
     def stepped(self, step: SimulatedStep) -> None:
         """See Observer."""
+        num_before = self._num_output
         self._take_outputs(step)
+        self._gaps.stepped(step)
         if step.end_s == step.start_s:
             return
-        stats = step.stats
-        self._num_blocks = stats.num_blocks
-        self._num_recomputed = stats.num_recomputed_tokens
+        stats = self._stats = step.stats
+        num_lost, self._num_lost = self._num_lost, stats.num_preemptions_recompute + stats.num_preemptions_swap
         self._num_computed += step.output.num_tokens
         self._bounds[step.cost.bound] += 1
-        num_out, num_in = step.output.num_swapped_blocks
-        self._num_copied.update({"out": num_out, "in": num_in})
-        self._preemptions.update([mode for _, mode in step.preempted])
         self._start_s.append(step.start_s)
         self._end_s.append(step.end_s)
         columns = self._columns
@@ -74,7 +81,8 @@ class Metrics:
         columns["allocated"].append(stats.num_allocated_slots)
         columns["running"].append(stats.num_running)
         columns["waiting"].append(stats.num_waiting + stats.num_swapped)
-        columns["lost"].append(len(step.preempted))
+        columns["lost"].append(self._num_lost - num_lost)
+        columns["output"].append(self._num_output - num_before)
 
     def _take_outputs(self, step: SimulatedStep) -> None:
         last, now = self._last_token_s, step.end_s
@@ -102,44 +110,55 @@ class Metrics:
         start_s, end_s = np.array(self._start_s), np.array(self._end_s)
         busy_s = float((end_s - start_s).sum())
         wall_s = float(end_s[-1]) if self.num_steps else 0.0
+        stats = self._stats
+        if stats is None:
+            raise SimulateError("there is nothing to tell of a run without a step")
         return {
             "requests": self.num_finished,
             "steps": self.num_steps,
             "simulated_s": wall_s,
             "busy_share": _share(busy_s, wall_s),
             "latency_s": {
-                "ttft": _percentiles(self._ttft_s),
-                "inter_token": _percentiles(self._gap_s),
-                "end_to_end": _percentiles(self._e2e_s),
-                "queue": _percentiles(self._queue_s),
+                "ttft": percentiles(self._ttft_s),
+                "inter_token": percentiles(self._gap_s),
+                **self._gaps.summary(),
+                "end_to_end": percentiles(self._e2e_s),
+                "queue": percentiles(self._queue_s),
             },
+            "mean_end_to_end_s": _share(sum(self._e2e_s), len(self._e2e_s)),
             "output_tokens": self._num_output,
             "output_tokens_per_s": _share(self._num_output, wall_s),
             "requests_per_s": _share(self.num_finished, wall_s),
             "steps_bound_by": {name: self._bounds[name] for name in ("memory", "compute", "copies")},
-            "preemptions": dict(self._preemptions),
+            "preemptions": {"recompute": stats.num_preemptions_recompute, "swap": stats.num_preemptions_swap},
+            "full_tier_recomputes": stats.num_full_tier_recomputes,
+            "missing_blocks": stats.num_missing_blocks,
             "preempted_requests": self._num_preempted_requests,
             "worst_preempted": self._worst_preempted,
-            "swapped_blocks": dict(self._num_copied),
+            "swapped_bytes": {
+                "out": stats.swapped_out_bytes,
+                "in": stats.swapped_in_bytes,
+                "written_behind": stats.written_behind_bytes,
+            },
             "computed_tokens": self._num_computed,
-            "recomputed_tokens": self._num_recomputed,
-            "recompute_tax": _share(self._num_recomputed, self._num_computed),
+            "recomputed_tokens": stats.num_recomputed_tokens,
+            "recompute_tax": _share(stats.num_recomputed_tokens, self._num_computed),
             "prefix_hit_share": _share(self._num_hit_blocks, self._num_prompt_blocks),
-            "kv": self._kv(end_s - start_s, busy_s),
-            "over_time": self._over_time(start_s, end_s, wall_s),
+            "kv": self._kv(stats.num_blocks, end_s - start_s, busy_s),
+            "over_time": self._over_time(stats.num_blocks, start_s, end_s, wall_s),
         }
 
-    def _kv(self, took_s: "np.ndarray[Any, Any]", busy_s: float) -> dict[str, Any]:
+    def _kv(self, num_blocks: int, took_s: "np.ndarray[Any, Any]", busy_s: float) -> dict[str, Any]:
         owned, filled, allocated = (np.array(self._columns[name]) for name in ("owned", "filled", "allocated"))
         return {
-            "num_blocks": self._num_blocks,
+            "num_blocks": num_blocks,
             "peak_blocks": self.peak_blocks,
-            "mean_owned_share": _share(float((owned * took_s).sum()), busy_s * self._num_blocks),
+            "mean_owned_share": _share(float((owned * took_s).sum()), busy_s * num_blocks),
             "filled_share": _share(float((filled * took_s).sum()), float((allocated * took_s).sum())),
         }
 
     def _over_time(
-        self, start_s: "np.ndarray[Any, Any]", end_s: "np.ndarray[Any, Any]", wall_s: float
+        self, num_blocks: int, start_s: "np.ndarray[Any, Any]", end_s: "np.ndarray[Any, Any]", wall_s: float
     ) -> list[dict[str, Any]]:
         """Means over the steps that begin in each slice of the time, weighted by what they take; None without steps."""
         slices = []
@@ -155,7 +174,7 @@ class Metrics:
             slices.append(
                 {
                     "from_s": wall_s * index / NUM_SLICES,
-                    "kv_owned_share": None if owned is None else owned / self._num_blocks,
+                    "kv_owned_share": None if owned is None else owned / num_blocks,
                     **means,
                     "preemptions": sum(self._columns["lost"][part]),
                 }
@@ -163,7 +182,43 @@ class Metrics:
         return slices
 
 
-def _percentiles(values: "array[float]") -> dict[str, float | None]:
+class SwapGaps:
+    """Sorts the times between tokens by whether blocks were copied between the tiers meanwhile.
+
+    Those in which a sequence lost its own blocks count in neither sort: what a swap costs others is the question.
+    """
+
+    def __init__(self) -> None:
+        # By sequence: when its last token came; missing while it has lost its blocks and no token came since.
+        self._last_s: dict[str, float] = {}
+        self._last_copy_s = -1.0
+        self._beside_s = array("d")
+        self._without_s = array("d")
+
+    def stepped(self, step: SimulatedStep) -> None:
+        """See Observer."""
+        if any(step.output.num_swapped_blocks):
+            self._last_copy_s = step.end_s
+        for seq_id, _ in step.preempted:
+            self._last_s.pop(seq_id, None)
+        for output in step.outputs:
+            last_s = self._last_s.pop(output.seq_id, None)
+            if last_s is not None and output.new_token_ids:
+                kept = self._beside_s if self._last_copy_s > last_s else self._without_s
+                kept.append(step.end_s - last_s)
+            if output.finish_reason is None:
+                self._last_s[output.seq_id] = step.end_s
+
+    def summary(self) -> dict[str, dict[str, float | None]]:
+        """Percentiles of both sorts, in seconds."""
+        return {
+            "inter_token_beside_copies": percentiles(self._beside_s),
+            "inter_token_without_copies": percentiles(self._without_s),
+        }
+
+
+def percentiles(values: "array[float]") -> dict[str, float | None]:
+    """By name, as `p99`; None where there are no values."""
     if not values:
         return {f"p{percent}": None for percent in PERCENTS}
     found = np.percentile(np.frombuffer(values), PERCENTS)

@@ -29,14 +29,17 @@ class Preset:
     link_gb_s: float | None
     memory_gb: float | None
     max_num_batched_tokens: int
+    swap_step_mib: float
     overhead_ms: float = 1.0
 
 
 PRESETS: Final = {
-    "13b-a100": Preset("LLaMA-13B fp16 on an A100", 13.0, 26.0, 800.0, 0.8192, 2000.0, 156.0, 25.0, 80.0, 6144),
-    "8b-h100": Preset("Llama-3.1-8B bf16 on an H100", 8.0, 16.0, 128.0, 0.524288, 3350.0, 500.0, 50.0, 80.0, 6144),
+    "13b-a100": Preset("LLaMA-13B fp16 on an A100", 13.0, 26.0, 800.0, 0.8192, 2000.0, 156.0, 25.0, 80.0, 6144, 256.0),
+    "8b-h100": Preset(
+        "Llama-3.1-8B bf16 on an H100", 8.0, 16.0, 128.0, 0.524288, 3350.0, 500.0, 50.0, 80.0, 6144, 256.0
+    ),
     # The demo model, SmolLM2-135M. What a CPU can do differs too much for a default; `pagemill bench` measures it.
-    "cpu": Preset("SmolLM2-135M float32 on this CPU", 0.1345, 0.538, 45.0, 0.06912, None, None, None, None, 512),
+    "cpu": Preset("SmolLM2-135M float32 on this CPU", 0.1345, 0.538, 45.0, 0.06912, None, None, None, None, 512, 64.0),
 }
 # As `gpu_memory_utilization` of the worker.
 MEMORY_SHARE: Final = 0.88

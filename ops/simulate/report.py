@@ -10,26 +10,61 @@ from ops.tables import print_table
 LATENCY_COLUMNS: Final = ("latency ms", *(f"p{percent}" for percent in PERCENTS))
 TOTAL_COLUMNS: Final = ("what", "value")
 TIME_COLUMNS: Final = ("from s", "KV owned", "running", "waiting", "preemptions")
+MODE_COLUMNS: Final = (
+    *("mode", "swapped", "recomputed", "recompute tax", "GB swapped", "KV owned", "output tokens/s"),
+    *("mean reply s", "first token p50 s", "p99 s", "between tokens p50 ms", "p99 ms"),
+)
+RATIO_COLUMNS: Final = ("auto by the better of the other two", "ratio")
 PREFIX_COLUMNS: Final = ("room for", "blocks", "prompt blocks hit", "plain LRU")
 
 _LATENCIES: Final = {
     "ttft": "first token",
     "inter_token": "between tokens",
+    "inter_token_beside_copies": "others' tokens, beside copies",
+    "inter_token_without_copies": "others' tokens, without copies",
     "end_to_end": "whole reply",
     "queue": "before its first step",
+}
+_MEASURES: Final = {
+    "output_tokens_per_s": "output tokens/s",
+    "mean_end_to_end_s": "mean time of a reply, inverted",
 }
 
 
 def print_summary(summary: dict[str, Any]) -> None:
-    """Three tables to stdout: latency, totals, and the KV cache over time."""
+    """Tables to stdout: latency, totals, the KV cache over time, and what became of a burst if there was one."""
     rows = [(_LATENCIES[name], *map(_ms, found.values())) for name, found in summary["latency_s"].items()]
     print_table("Latency", LATENCY_COLUMNS, rows)
     print_table("Totals", TOTAL_COLUMNS, _total_rows(summary))
     print_table("Over time", TIME_COLUMNS, [_time_row(each) for each in summary["over_time"]])
+    if "burst" in summary:
+        print_table("Burst", TOTAL_COLUMNS, _burst_rows(summary["burst"]))
+
+
+def print_comparison(found: dict[str, Any]) -> None:
+    """Two tables to stdout: a row a mode, and how well auto does."""
+    print_table("Preemption modes", MODE_COLUMNS, [_mode_row(mode, each) for mode, each in found["modes"].items()])
+    rows = [(_MEASURES[name], f"{ratio:.3f}") for name, ratio in found["auto_by_best"].items()]
+    print_table("Auto's choice", RATIO_COLUMNS, rows)
+
+
+def _mode_row(mode: str, summary: dict[str, Any]) -> tuple[str, ...]:
+    first, between = summary["latency_s"]["ttft"], summary["latency_s"]["inter_token"]
+    return (
+        mode,
+        *(f"{summary['preemptions'][how]:,}" for how in ("swap", "recompute")),
+        _percent(summary["recompute_tax"], 2),
+        f"{sum(summary['swapped_bytes'].values()) / 1e9:,.2f}",
+        _percent(summary["kv"]["mean_owned_share"]),
+        f"{summary['output_tokens_per_s']:,.1f}",
+        f"{summary['mean_end_to_end_s']:.2f}",
+        *(f"{first[name]:.2f}" for name in ("p50", "p99")),
+        *(_ms(between[name]) for name in ("p50", "p99")),
+    )
 
 
 def _total_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    kv, bounds = summary["kv"], summary["steps_bound_by"]
+    kv, bounds, swapped = summary["kv"], summary["steps_bound_by"], summary["swapped_bytes"]
     return [
         ("requests done", f"{summary['requests']:,}"),
         ("requests refused: they can't fit", f"{summary['refused_requests']:,}"),
@@ -40,12 +75,25 @@ def _total_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("steps bound by", ", ".join(f"{name} {_percent(bounds[name] / summary['steps'])}" for name in bounds)),
         ("preemptions", ", ".join(f"{mode} {count:,}" for mode, count in summary["preemptions"].items())),
         ("requests preempted, worst", f"{summary['preempted_requests']:,}, {summary['worst_preempted']} times"),
-        ("blocks swapped", ", ".join(f"{way} {count:,}" for way, count in summary["swapped_blocks"].items())),
+        (
+            "blocks found missing, tier was full",
+            f"{summary['missing_blocks']:,}, {summary['full_tier_recomputes']:,} times",
+        ),
+        ("MB swapped", ", ".join(f"{way.replace('_', ' ')} {count / 1e6:,.1f}" for way, count in swapped.items())),
         ("recompute tax: of all computed tokens", _percent(summary["recompute_tax"], 2)),
         ("prompt blocks hit in the prefix cache", _percent(summary["prefix_hit_share"])),
         ("KV blocks, peak owned", f"{kv['num_blocks']:,}, {kv['peak_blocks']:,}"),
         ("KV blocks owned, mean", _percent(kv["mean_owned_share"])),
         ("slots filled, of allocated", _percent(kv["filled_share"])),
+    ]
+
+
+def _burst_rows(burst: dict[str, Any]) -> list[tuple[str, str]]:
+    back, later = burst["steps_until_back"], burst["after_200_steps_tokens_per_s"]
+    return [
+        ("output tokens/s in 200 steps before", f"{burst['before_tokens_per_s']:,.1f}"),
+        ("steps until 95 % of that are back", "never" if back is None else f"{back:,}"),
+        ("output tokens/s from 200 steps after", "" if later is None else f"{later:,.1f}"),
     ]
 
 

@@ -11,7 +11,8 @@ from ops.simulate.driver import Observer, Simulation
 from ops.simulate.errors import SimulateError
 from ops.simulate.metrics import Metrics
 from ops.simulate.traces import Trace
-from scheduler import CacheConfig, Scheduler, SchedulerConfig
+from scheduler import CacheConfig, PreemptionMode, Scheduler, SchedulerConfig
+from scheduler.policy_names import DEFAULT_POLICY
 
 # Told how many requests are done, of how many.
 Progress = Callable[[int, int], None]
@@ -20,7 +21,10 @@ _STEPS_BETWEEN_NEWS = 256
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
-    """What the scheduler is made with; as the worker's settings of these names. max_model_len None: the longest's."""
+    """What the scheduler is made with; as the worker's settings of these names, where MiB are blocks.
+
+    max_model_len None: the longest request's. num_swap_blocks: the CPU tier, 0 for none.
+    """
 
     num_blocks: int
     block_size: int
@@ -28,6 +32,13 @@ class EngineSizes:
     max_num_batched_tokens: int
     enable_prefix_caching: bool
     max_model_len: int | None = None
+    num_swap_blocks: int = 0
+    swap_step_blocks: int = 0
+    write_behind_blocks: int = 0
+    preemption_mode: str = PreemptionMode.AUTO
+    scheduling_policy: str = DEFAULT_POLICY
+    scheduler_delay_factor: float = 0.0
+    target_itl_ms: float | None = None
 
 
 def simulate(
@@ -42,7 +53,7 @@ def simulate(
     chrome = None if chrome_file is None else ChromeTrace(chrome_file)
     if chrome is not None:
         observers.append(chrome)
-    simulation = Simulation(trace, make_scheduler(trace, sizes), model, observers)
+    simulation = Simulation(trace, make_scheduler(trace, sizes, model), model, observers)
     total = len(trace.requests)
     num_rounds = 0
     while simulation.advance():
@@ -60,18 +71,43 @@ def simulate(
     return metrics, simulation.refused
 
 
-def make_scheduler(trace: Trace, sizes: EngineSizes) -> Scheduler:
-    """A scheduler as the engine makes it. Nothing ends before its length, so that it knows no end of sequence."""
-    longest = max(request.num_tokens for request in trace.requests)
+def make_scheduler(trace: Trace, sizes: EngineSizes, model: CostModel) -> Scheduler:
+    """A scheduler as the engine makes it, with the rates that the engine would measure on `model`.
+
+    Nothing ends before its length, so that it knows no end of sequence.
+    """
+    max_model_len = sizes.max_model_len or max(request.num_tokens for request in trace.requests)
+    rates = model.rates(min(sizes.max_num_batched_tokens, max_model_len)) if sizes.num_swap_blocks else (None, None)
     return Scheduler(
-        SchedulerConfig(sizes.max_model_len or longest, sizes.max_num_seqs, sizes.max_num_batched_tokens),
-        CacheConfig(sizes.num_blocks, sizes.block_size, enable_prefix_caching=sizes.enable_prefix_caching),
+        SchedulerConfig(
+            max_model_len,
+            sizes.max_num_seqs,
+            sizes.max_num_batched_tokens,
+            preemption_mode=PreemptionMode(sizes.preemption_mode),
+            swap_bytes_per_s=rates[0],
+            prefill_tokens_per_s=rates[1],
+            write_behind_blocks=sizes.write_behind_blocks,
+            scheduling_policy=sizes.scheduling_policy,
+            scheduler_delay_factor=sizes.scheduler_delay_factor,
+            target_itl_ms=sizes.target_itl_ms,
+        ),
+        CacheConfig(
+            sizes.num_blocks,
+            sizes.block_size,
+            sizes.num_swap_blocks,
+            enable_prefix_caching=sizes.enable_prefix_caching,
+            kv_block_bytes=round(model.kv_bytes * sizes.block_size),
+            swap_step_blocks=sizes.swap_step_blocks,
+        ),
     )
 
 
 def needed_blocks(trace: Trace, sizes: EngineSizes, model: CostModel, progress: Progress) -> int:
     """The most blocks that are owned at once where there are always enough: found by a run of its own."""
-    metrics, _ = simulate(trace, replace(sizes, num_blocks=_ample_blocks(trace, sizes)), model, progress=progress)
+    ample = replace(
+        sizes, num_blocks=_ample_blocks(trace, sizes), num_swap_blocks=0, preemption_mode=PreemptionMode.AUTO
+    )
+    metrics, _ = simulate(trace, ample, model, progress=progress)
     return metrics.peak_blocks
 
 

@@ -10,6 +10,7 @@ The first line tells which one it is. Columns and fields that are not named here
 import csv
 import json
 import math
+import re
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -108,9 +109,9 @@ def read_trace(path: Path) -> Trace:
     except OSError as error:
         raise SimulateError(f"can't read the trace {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise SimulateError(f"{path} is no trace: it is not UTF-8 text") from None
+        raise SimulateError(f"{path} is no trace, since it is not UTF-8 text: use a CSV or JSONL file") from None
     if not rows:
-        raise SimulateError(f"{path} has a header and no requests")
+        raise SimulateError(f"{path} has a header and no requests: add some")
     kinds = {row.kind for row in rows}
     if len(kinds) > 1:
         raise SimulateError(f"{path} mixes the formats {', '.join(sorted(kinds))}: use one per file")
@@ -162,12 +163,14 @@ def _azure_rows(path: Path, lines: Iterator[str]) -> Iterator[_Row]:
         try:
             yield _Row(
                 "azure",
-                datetime.fromisoformat(cells[time_at]).timestamp(),
-                _count("ContextTokens", int(cells[prompt_at])),
-                _count("GeneratedTokens", int(cells[output_at])),
+                _iso_seconds("TIMESTAMP", cells[time_at]),
+                _count("ContextTokens", _whole("ContextTokens", cells[prompt_at])),
+                _count("GeneratedTokens", _whole("GeneratedTokens", cells[output_at])),
             )
         except IndexError:
-            raise SimulateError(f"line {reader.line_num} of {path} has {len(cells)} of {len(header)} columns") from None
+            raise SimulateError(
+                f"line {reader.line_num} of {path} has {len(cells)} of {len(header)} columns: complete it"
+            ) from None
         except ValueError as error:
             raise SimulateError(f"line {reader.line_num} of {path}: {error}") from None
 
@@ -179,7 +182,9 @@ def _json_rows(path: Path, lines: Iterator[str]) -> Iterator[_Row]:
         try:
             yield _json_row(json.loads(line))
         except json.JSONDecodeError as error:
-            raise SimulateError(f"line {number} of {path} is no JSON: {error.msg} at column {error.colno}") from None
+            raise SimulateError(
+                f"line {number} of {path} is no JSON ({error.msg}, column {error.colno}): mend or delete it"
+            ) from None
         except ValueError as error:
             raise SimulateError(f"line {number} of {path}: {error}") from None
 
@@ -212,6 +217,19 @@ def _number(value: dict[str, Any], name: str, kind: type, check: Callable[[Any],
     return check(found)
 
 
+def _whole(name: str, cell: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", cell.strip()):
+        raise ValueError(f"{name} is {cell[:80]!r}: use a whole number")
+    return int(cell)
+
+
+def _iso_seconds(name: str, cell: str) -> float:
+    try:
+        return datetime.fromisoformat(cell).timestamp()
+    except (ValueError, OverflowError):
+        raise ValueError(f"{name} is {cell[:80]!r}: use a time like 2023-11-16 18:15:46.6805900") from None
+
+
 def _count(name: str, value: int) -> int:
     if not 1 <= value <= MAX_TOKENS:
         raise ValueError(f"{name} is {value}: use 1 to {MAX_TOKENS}")
@@ -226,11 +244,11 @@ def _time(name: str, value: float) -> float:
 
 def _hash_ids(value: Any, num_prompt_tokens: int) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(each) is int for each in value):
-        raise ValueError("hash_ids must be a list of whole numbers")
+        raise ValueError("hash_ids is something else: use a list of whole numbers")
     num_blocks = -(-num_prompt_tokens // HASH_BLOCK_TOKENS)
     if value and len(value) != num_blocks:
         raise ValueError(
             f"hash_ids has {len(value)} ids, but a prompt of {num_prompt_tokens} tokens has {num_blocks} blocks "
-            f"of {HASH_BLOCK_TOKENS}"
+            f"of {HASH_BLOCK_TOKENS}: give as many, or none"
         )
     return tuple(value)

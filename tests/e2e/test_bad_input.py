@@ -6,7 +6,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from tests.e2e.workers import Queue, WorkerProcess
+from tests.e2e.workers import Queue, WorkerProcess, eventually
 from worker.errors import ErrorCode
 
 BAD_JOBS: dict[str, tuple[list[Any], str]] = {
@@ -49,8 +49,21 @@ BAD_JOBS: dict[str, tuple[list[Any], str]] = {
     "top_p of 0": (["prompt", "a", "top_p", 0], "bad_request"),
     "huge seed": (["prompt", "a", "seed", 2**70], "bad_request"),
     "stop id that is negative": (["prompt", "a", "stop_token_ids", "[-5]"], "bad_request"),
+    "stop id beyond the vocabulary": (["prompt", "a", "stop_token_ids", "[5, 191222]"], "bad_request"),
+    "bias of an id beyond the vocabulary": (["prompt", "a", "logit_bias", '{"191222": 5}'], "bad_request"),
+    "schema that names itself": (
+        ["prompt", "a", "response_format", '{"type": "json_schema", "json_schema": {"$ref": "#"}}'],
+        "bad_request",
+    ),
+    "pattern that does not parse": (
+        ["prompt", "a", "response_format", '{"type": "regex", "regex": "(["}'],
+        "bad_request",
+    ),
     "empty stop string": (["prompt", "a", "stop", '[""]'], "bad_request"),
-    "not supported yet": (["prompt", "a", "beam_width", 4], "bad_request"),
+    "not supported yet": (["prompt", "a", "repetition_penalty", 2], "bad_request"),
+    "beams with streaming": (["prompt", "a", "beam_width", 4], "bad_request"),
+    "beams with a stop string": (["prompt", "a", "beam_width", 4, "stop", "x", "stream", 0], "bad_request"),
+    "beams that the cache can't hold": (["prompt", "a", "beam_width", 16, "stream", 0], "context_too_long"),
     "best_of with streaming": (["prompt", "a", "best_of", 4], "bad_request"),
     "best_of below n": (["prompt", "a", "best_of", 2, "n", 3, "stream", 0], "bad_request"),
     "too many choices": (["prompt", "a", "n", 17], "bad_request"),
@@ -107,13 +120,31 @@ def test_an_exhausted_worker_still_answers_after_all_that(served: tuple[WorkerPr
     queue.assert_settled()
     assert worker.get("/healthz")[0] == 200
     errors = {event["event"] for event in worker.events() if event["level"] == "error"}
-    assert errors <= {"job_unanswerable"}  # the one that another test provokes
+    assert errors <= {"job_unanswerable", "dead_letter_lost", "key_of_wrong_type"}  # those that other tests provoke
 
 
-@pytest.mark.parametrize("key", ["reply", "state"])
-def test_a_key_of_another_type_costs_that_job_alone(queue: Queue, key: str) -> None:
-    job_id = f"blocked-{key}"
-    queue.redis.call("SET", getattr(queue.keys, key)(job_id), "mine", "EX", 600)
+def test_dead_letters_that_can_not_be_kept_cost_no_job_its_error(served: tuple[WorkerProcess, Queue]) -> None:
+    worker, queue = served
+    queue.run(max_tokens=1)  # so that there are dead letters to put aside
+    queue.redis.call("RENAME", queue.keys.dead, queue.keys.prompt("away"))
+    queue.redis.call("SET", queue.keys.dead, "something else")
+    try:
+        assert queue.run(max_tokens=3).terminal["code"] == "bad_request"
+        queue.enqueue(id="lost-letter", prompt="first", max_tokens=1)
+        queue.enqueue(id="lost-letter", prompt="second", max_tokens=1)
+        assert queue.wait("lost-letter").terminal["e"] == "end"
+        queue.assert_settled()
+        lost = eventually(
+            lambda: [event for event in worker.events() if event["event"] == "dead_letter_lost"], "the log to tell"
+        )
+        assert {event["key"] for event in lost} == {queue.keys.dead}
+    finally:
+        queue.redis.call("RENAME", queue.keys.prompt("away"), queue.keys.dead)
+
+
+def test_a_reply_key_of_another_type_costs_that_job_alone(queue: Queue) -> None:
+    job_id = "blocked"
+    queue.redis.call("SET", queue.keys.reply(job_id), "mine", "EX", 600)
     queue.enqueue(id=job_id, prompt="nowhere to answer", max_tokens=3)
     neighbour = queue.enqueue(prompt="still served", max_tokens=3, temperature=0, ignore_eos=1)
     assert queue.wait(neighbour).terminal["e"] == "end"

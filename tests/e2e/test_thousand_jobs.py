@@ -1,12 +1,15 @@
 """A thousand mixed jobs through one worker: one end each, nothing left over, and no memory that grows."""
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.test_bad_input import BAD_JOBS
 from tests.e2e.workers import Queue, WorkerProcess, eventually, rss_bytes
+from tests.tiny_checkpoint import write_tiny_checkpoint
 from worker.streams.keys import LANES
 
 SEED = 314159
@@ -55,12 +58,30 @@ def used_blocks(worker: WorkerProcess) -> float:
     return float(next(line.split()[-1] for line in lines if line.startswith('pagemill_kv_blocks{state="used"}')))
 
 
+# Blocks of 32 KiB: of the default pool a thousand jobs use a part only, so memory that is taken as blocks are first
+# written would grow by a quarter between the two marks.
+LARGE_BLOCKS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
+BLOCK_BYTES = 32 << 10
+DEFAULTS: dict[str, Any] = {"num_kv_blocks": None, "max_num_seqs": None, "check_invariants": "idle"}
+
+
 @pytest.mark.timeout(300)
-def test_a_thousand_mixed_jobs_leave_nothing_behind(served: tuple[WorkerProcess, Queue]) -> None:
-    worker, queue = served
-    worker.wait_until_ready()
-    mix = Mix(queue, SEED)
+def test_a_thousand_mixed_jobs_leave_nothing_behind(
+    start_server: Callable[[str], str], own_queue: Queue, tmp_path: Path
+) -> None:
+    """With the pool that is made where nobody says how large."""
+    model = write_tiny_checkpoint(tmp_path / "model", **LARGE_BLOCKS)
+    url, keys = start_server("valkey-9.1"), own_queue.keys
+    with WorkerProcess(model, url, keys.queue, tmp_path, metrics_port=0, **DEFAULTS) as worker:
+        send_a_thousand(worker, own_queue)
+
+
+def send_a_thousand(worker: WorkerProcess, queue: Queue) -> None:
+    """A thousand jobs, each with the end that it should have; resident memory after 300 and after all is the same."""
+    pool_bytes = worker.wait_until_ready()["num_blocks"] * BLOCK_BYTES
     pids = (worker.process.pid, worker.engine().pid)
+    eventually(lambda: rss_bytes(pids[1]) > pool_bytes, f"{pool_bytes} bytes of KV cache to be there before any job")
+    mix = Mix(queue, SEED)
     after: dict[int, list[int]] = {}
     for total, wave in ((300, 100), (1000, 100)):
         while len(mix.sent) < total:
@@ -81,3 +102,4 @@ def test_a_thousand_mixed_jobs_leave_nothing_behind(served: tuple[WorkerProcess,
     eventually(lambda: used_blocks(worker) == 0, "all blocks to be free or cached")
     for before, now in zip(after[300], after[1000], strict=True):
         assert now <= 1.05 * before, f"resident memory went from {before} to {now} bytes (seed {SEED})"
+    assert pool_bytes > after[300][1] / 3, f"the pool of {pool_bytes} bytes is too small to tell growth by"

@@ -34,13 +34,17 @@ def eventually(condition: Callable[[], Any], what: str, timeout_s: float = PATIE
 
 
 class WorkerProcess:
-    """`pagemill serve` as a user starts it. Leaving the block stops it, and checks that nothing is left running."""
+    """`pagemill serve` as a user starts it. Leaving the block stops it, and checks that nothing is left running.
+
+    A setting that is None is left out, so that Pagemill's own default holds.
+    """
 
     def __init__(self, model: Path, url: str, queue: str, logs: Path, **settings: Any) -> None:
         defaults = {"num_kv_blocks": 128, "max_num_seqs": 16, "num_threads": 1, "check_invariants": "step"}
         self.log_path = logs / f"{queue}-{uuid.uuid4().hex[:6]}.log"
         flags = {"model": model, "redis_url": url, "queue": queue, "log_format": "json"} | defaults | settings
-        arguments = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+        given = {f"--{name.replace('_', '-')}": str(value) for name, value in flags.items() if value is not None}
+        arguments = [part for pair in given.items() for part in pair]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen([PAGEMILL, "serve", *arguments], stdout=log, stderr=log)
         self._family: list[psutil.Process] = []

@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
 }
 # Seconds until a dead worker's successor is started.
 MAX_RESTART_S = 1.0
-START_S, STOP_S = 120.0, 40.0
+START_S, STOP_S = 300.0, 60.0
 
 
 @dataclass(slots=True)

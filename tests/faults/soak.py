@@ -37,7 +37,8 @@ from worker.streams.connection import Link
 JOBS_PER_S = 5
 # Of a run's time: start, and the end when nothing disturbs any more.
 CALM_S = 12.0
-CALM_PATIENCE_S = 90.0
+# How long nothing may happen, and no longer, before what is still to come is given up.
+PATIENCE_S = 120.0
 # Longer than a blocking read of a worker, and of a client.
 WORKER_TIMEOUT_S, CLIENT_TIMEOUT_S = 3, 6
 
@@ -98,7 +99,7 @@ async def run_half(
     folder: Path,
     harm_s: float,
     *,
-    settle_s: float = CALM_PATIENCE_S,
+    settle_s: float = PATIENCE_S,
 ) -> Outcome:
     """Serve, disturb for `harm_s` seconds, let everything end, and judge. Queues are named by `parts`.
 
@@ -170,10 +171,7 @@ class _Half:
     async def calm_down(self, settle_s: float, outcome: Outcome) -> None:
         """Undisturbed, everything ends by itself; what doesn't in time is for the checker to say."""
         server = Link(self._server.url, "auditor")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CALM_PATIENCE_S):
-                for clients in self._clients.values():
-                    await clients.finish()
+        await self._until_finished()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settle_s):
                 for queue in self._clients:
@@ -190,6 +188,17 @@ class _Half:
             "forgotten": len(self.history.times(What.VANISHED)),
             "read again": len(self.history.times(What.REREAD)),
         }
+
+    async def _until_finished(self) -> None:
+        """Wait for all clients as long as any of them sees something new."""
+        finishing = asyncio.gather(*(clients.finish() for clients in self._clients.values()))
+        num_records = -1
+        while num_records < len(self.history.records) and not finishing.done():
+            num_records = len(self.history.records)
+            await asyncio.wait({finishing}, timeout=PATIENCE_S)
+        finishing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await finishing
 
     async def stop(self, outcome: Outcome) -> None:
         """End everything, and hear what workers have to say."""

@@ -1,20 +1,26 @@
 """Finding, compiling, caching and switching off the compiled kernels."""
 
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 import kernels
+from kernels import compiled
+from kernels.activation import silu_and_mul
 from kernels.compiled import launch
-from kernels.cpu import build, pool
+from kernels.cpu import build, code_cache, pool
 from kernels.dispatch import implementation, selected, use_compiled
 from kernels.errors import KernelError
 from kernels.linear import PackedLinear
 
+KERNEL = "silu_and_mul"
 # Uses one small kernel, which compiles in under a second.
 ONE_KERNEL = """
 import torch
@@ -52,7 +58,12 @@ assert "numba" not in sys.modules
 def run_python(code: str, **changes: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **changes}
     return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
@@ -63,11 +74,162 @@ def test_a_second_process_loads_what_the_first_has_compiled(tmp_path: Path) -> N
     assert second.stdout.split() == ["True", "True"], second.stderr
 
 
-def test_where_no_cache_can_be_written_kernels_still_run(tmp_path: Path) -> None:
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def garble(path: Path) -> None:
+    """Change the machine code, which unpickling doesn't notice."""
+    data = bytearray(path.read_bytes())
+    for at in range(len(data) // 3, len(data) // 3 + 64):
+        data[at] ^= 0xA5
+    path.write_bytes(bytes(data))
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.fixture(scope="module")
+def sound_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache on disk with one kernel."""
+    root = tmp_path_factory.mktemp("kernels")
+    with fresh_start(root):
+        build.address(KERNEL)
+    return root
+
+
+@pytest.fixture
+def cache_copy(sound_cache: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may damage."""
+    return Path(shutil.copytree(sound_cache, tmp_path / "copy"))
+
+
+@contextmanager
+def fresh_start(root: Path) -> Iterator[None]:
+    """As if a process began, with this folder for its kernels."""
+    before = build._loaded.copy()
+    kernels.set_cache_root(root)
+    code_cache.open_cache.cache_clear()
+    compiled._address.cache_clear()
+    build._loaded.clear()
+    try:
+        yield
+    finally:
+        kernels.set_cache_root(None)
+        compiled._address.cache_clear()
+        build._loaded.clear()
+        build._loaded.update(before)
+
+
+def start(root: Path, caplog: pytest.LogCaptureFixture) -> tuple[bool, list[str]]:
+    """Load the kernel with this cache and run it: whether it was in the cache, and what was logged."""
+    caplog.clear()
+    with fresh_start(root):
+        was_cached = build.is_cached(KERNEL)
+        x = torch.randn(4, 64)
+        assert torch.allclose(silu_and_mul(x), torch.nn.functional.silu(x[:, :32]) * x[:, 32:], atol=1e-6)
+    return was_cached, [record.getMessage() for record in caplog.records]
+
+
+def test_a_folder_that_was_chosen_wins_over_the_environment(
+    cache_copy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "elsewhere"))
+    assert start(cache_copy, caplog) == (True, [])
+    assert start(tmp_path / "chosen", caplog) == (False, [])
+    assert list((tmp_path / "chosen").glob("*/*/*.nbc"))
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "damage"),
+    [("*.nbc", garble), ("*.nbc", zero), ("*.nbc", remove), ("*.nbi", cut), ("*.nb?", empty), ("*.ready", zero)],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_a_damaged_cache_is_compiled_anew_with_one_line(
+    cache_copy: Path, caplog: pytest.LogCaptureFixture, pattern: str, damage: Callable[[Path], None]
+) -> None:
+    damaged = list(cache_copy.rglob(pattern))
+    assert damaged
+    for path in damaged:
+        damage(path)
+    was_cached, (line,) = start(cache_copy, caplog)
+    assert not was_cached
+    assert f"{cache_copy}" in line
+    assert "is damaged: they are compiled again" in line
+    assert start(cache_copy, caplog) == (True, [])
+
+
+def test_files_that_numba_can_not_read_are_compiled_anew(cache_copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Their digests are right: they were written so, by another version of what numba stands on."""
+    for path in cache_copy.rglob("*.nbc"):
+        zero(path)
+    (folder,) = cache_copy.iterdir()
+    code_cache.CodeCache(folder).seal(KERNEL, build.BODIES[KERNEL][0])
+    was_cached, (line,) = start(cache_copy, caplog)
+    assert was_cached
+    assert "is damaged" in line
+    assert start(cache_copy, caplog) == (True, [])
+
+
+def test_code_that_was_never_completed_is_not_looked_at(cache_copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A process was killed between writing the code and saying that it is complete."""
+    for path in cache_copy.rglob("*.nbc"):
+        garble(path)
+    for path in cache_copy.rglob("*.ready"):
+        path.unlink()
+    assert start(cache_copy, caplog) == (False, [])
+    assert start(cache_copy, caplog) == (True, [])
+
+
+def test_code_of_another_processor_is_not_run_even_in_the_place_of_ours(sound_cache: Path, tmp_path: Path) -> None:
+    """An image of a disk that moved, folder names and all: numba's index names the processor, too."""
+    root, theirs = tmp_path / "ours", tmp_path / "theirs"
+    other = run_python(ONE_KERNEL, NUMBA_CACHE_DIR=str(theirs), NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="")
+    assert (other.stdout.split(), other.stderr) == (["False", "True"], "")
+    (ours,), (folder,) = sound_cache.iterdir(), theirs.iterdir()
+    assert folder.name != ours.name
+    shutil.copytree(folder, root / ours.name)
+    result = run_python(ONE_KERNEL, NUMBA_CACHE_DIR=str(root))
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_where_no_cache_can_be_written_kernels_still_run_and_it_is_said(tmp_path: Path) -> None:
     file = tmp_path / "a file, so no folder can be made below it"
     file.touch()
     result = run_python(ONE_KERNEL, NUMBA_CACHE_DIR=str(file))
     assert result.stdout.split() == ["False", "False"], result.stderr
+    (line,) = result.stderr.splitlines()
+    assert "compiled at every start" in line
+    assert "set cache_dir" in line
+
+
+# As on a full disk: files can be made, and nothing written to them.
+FULL_DISK = (
+    """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
+"""
+    + ONE_KERNEL
+)
+
+
+def test_on_a_full_disk_kernels_still_run_and_it_is_said(tmp_path: Path) -> None:
+    result = run_python(FULL_DISK, NUMBA_CACHE_DIR=str(tmp_path))
+    assert result.stdout.split() == ["False", "False"], result.stderr
+    (line,) = result.stderr.splitlines()
+    assert "File too large" in line
+    assert "compiled at every start" in line
 
 
 def test_without_numba_the_torch_operators_serve() -> None:
@@ -102,6 +264,19 @@ def test_warm_up_tells_its_progress_and_leaves_nothing_to_compile() -> None:
     kernels.warmup(torch.float32, 64, 9, 3, lambda done, total, name: told.append((done, total)))
     assert told == [(n, len(build.BODIES)) for n in range(len(build.BODIES) + 1)]
     assert kernels.is_compiled(torch.float32, 64, 9, 3)
+
+
+def test_a_model_is_compiled_once_all_its_kernels_are_loaded_or_on_disk(
+    cache_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "BODIES", {KERNEL: build.BODIES[KERNEL]})
+    with fresh_start(cache_copy):
+        assert kernels.is_compiled(torch.float32, 64, 9, 3)
+        empty(next(cache_copy.rglob("*.nbc")))
+        assert not kernels.is_compiled(torch.float32, 64, 9, 3)
+        build.address(KERNEL)
+        shutil.rmtree(cache_copy)
+        assert kernels.is_compiled(torch.float32, 64, 9, 3)
 
 
 def test_a_model_of_another_dtype_has_nothing_to_compile() -> None:

@@ -20,7 +20,11 @@ class RespClient:
         self._file = self._socket.makefile("rb")
         if parts.password:
             user = [unquote(parts.username)] if parts.username else []
-            self.call("AUTH", *user, unquote(parts.password))
+            try:
+                self.call("AUTH", *user, unquote(parts.password))
+            except BaseException:
+                self.close()
+                raise
 
     def call(self, *command: Part) -> Any:
         """One command and its answer."""

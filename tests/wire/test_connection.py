@@ -1,6 +1,7 @@
 """One connection that knows when it was lost, and one clear line where it can't be made."""
 
 import asyncio
+import re
 import socket
 from pathlib import Path
 
@@ -126,6 +127,22 @@ def test_a_password_is_not_shown() -> None:
     assert redacted("redis://[") == "redis://["
     for password in ("a/b", "a#b", "a?b", "a@b"):
         assert redacted(f"redis://user:{password}@host:1/0") == "redis://host:1/0"
+    assert redacted("unix:///run/redis.sock?password=p") == "unix:///run/redis.sock"
+    for password in ("a@b", "a?b@c"):
+        for url in (f"unix:///s?password={password}", f"redis://h?db=1&password={password}"):
+            assert not set("abc") & set(redacted(url).partition("://")[2].removeprefix("h"))
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1", "unix:///no/such/socket", "redis://no-such-host.invalid"])
+async def test_a_message_has_no_full_stop_twice(url: str) -> None:
+    """The driver's own words end with one, and some with two."""
+    with pytest.raises(StartupError) as caught:
+        await check_server(url)
+    assert not re.search(r"\.\s*\.", str(caught.value)), str(caught.value)
+    link = Link(url, "test")
+    with pytest.raises(ConnectionLostError) as lost:
+        await link.call("PING")
+    assert not str(lost.value).endswith("."), "whoever quotes it ends the sentence"
 
 
 async def test_a_fit_server_tells_its_version(redis_url: str) -> None:

@@ -1,5 +1,6 @@
 """The embedded server: private, durable, one per folder, and gone with whoever started it."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ from tests.conftest import SERVER_BINARIES, server_command
 from tests.wire.resp import RespClient, RespError
 from tests.wire.workers import eventually
 from worker import embedded
-from worker.embedded import EmbeddedServer, find_server
+from worker.embedded import EmbeddedServer, is_in_use
 from worker.errors import StartupError
 
 # Starts a server in the folder of argument 1 with the command of argument 2, says so, and waits.
@@ -188,17 +189,75 @@ async def test_a_folder_that_can_not_be_made_is_explained(tmp_path: Path) -> Non
         EmbeddedServer(tmp_path / "file" / "data").start()
 
 
-def test_a_server_on_the_path_goes_before_the_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_server() == server_command("valkey-9.1")
-    for name in ("redis-server", "valkey-server"):
-        (tmp_path / name).write_text("#!/bin/sh\n")
-        (tmp_path / name).chmod(0o755)
-        assert find_server() == [str(tmp_path / name)]
+async def test_a_parent_that_is_killed_leaves_no_address(tmp_path: Path, parent: subprocess.Popen[str]) -> None:
+    assert (tmp_path / "redis.url").exists()
+    assert is_in_use(tmp_path)
+    parent.kill()
+    parent.wait()
+    await eventually(lambda: not is_in_use(tmp_path))
+    assert not (tmp_path / "redis.url").exists()
 
 
-def test_no_server_at_all_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(embedded, "find_spec", lambda _: None)
-    with pytest.raises(StartupError, match="install valkey-server or redis-server"):
-        find_server()
+async def test_a_server_that_is_killed_comes_back_at_the_same_address_with_its_data(
+    tmp_path: Path, command: list[str]
+) -> None:
+    with EmbeddedServer(tmp_path, command, {"appendfsync": "always"}) as server:
+        keeping = asyncio.create_task(server.keep_running())
+        for number in range(2):
+            with RespClient(server.url) as client:
+                client.call("XADD", "jobs", "*", "number", number)
+            pid = server_pid(tmp_path)
+            os.kill(pid, signal.SIGKILL)
+            await eventually(lambda: answers(server.url))
+            assert server_pid(tmp_path) != pid
+        with RespClient(server.url_file.read_text().strip()) as client:
+            assert client.call("XLEN", "jobs") == 2
+        keeping.cancel()
+        await asyncio.wait({keeping})
+        pid = server_pid(tmp_path)
+    assert not psutil.pid_exists(pid)
+    assert not server.url_file.exists()
+
+
+def answers(url: str) -> bool:
+    try:
+        with RespClient(url) as client:
+            return bool(client.call("PING") == b"PONG")
+    except (OSError, RespError):
+        return False
+
+
+async def test_a_server_that_keeps_ending_is_given_up_with_one_line(
+    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "WATCH_S", 0.01)
+    monkeypatch.setattr(embedded, "MAX_ENDS", 2)
+    with EmbeddedServer(tmp_path, command) as server:
+        with socket.socket() as thief:
+            thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            os.kill(server_pid(tmp_path), signal.SIGKILL)
+            await eventually(lambda: bind(thief, server.port))
+            thief.listen()
+            thief.settimeout(0)
+            monkeypatch.setattr(embedded, "PROBE_TIMEOUT_S", 0.05)
+            with pytest.raises(StartupError, match=r"ended 3 times within a minute: .*taken its port") as caught:
+                await server.keep_running()
+        assert "\n" not in str(caught.value)
+
+
+def bind(thief: socket.socket, port: int) -> bool:
+    try:
+        thief.bind(("127.0.0.1", port))
+    except OSError:
+        return False
+    return True
+
+
+async def test_a_start_that_reads_for_long_is_told(
+    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(embedded, "TELL_AFTER_S", 0.0)
+    with EmbeddedServer(tmp_path, command, progress=lambda *at: told.append(at)):
+        assert told[0] == ("reading the stored jobs", 0, 0)
+        assert told[-1] == ("reading the stored jobs", 1, 1)

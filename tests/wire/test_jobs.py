@@ -11,10 +11,10 @@ import pytest
 from tests.wire.resp import RespClient
 from tests.wire.workers import LEASE_MS, MakeWorker, TestWorker, eventually, push
 from worker.streams.errors import ConnectionLostError
-from worker.streams.jobs import entry_of
+from worker.streams.jobs import JobSource, SourceOptions, entry_of
 from worker.streams.keys import LANES
 from worker.streams.lanes import LaneOrder
-from worker.streams.leases import EntryKey
+from worker.streams.leases import Entry, EntryKey
 
 
 def add(raw: RespClient, worker: TestWorker, lane: str, num: int) -> list[str]:
@@ -217,13 +217,50 @@ async def test_entries_whose_delivery_was_lost_are_taken_up(make_worker: MakeWor
 
 
 async def test_a_lost_group_comes_back_with_the_entries_in_flight(make_worker: MakeWorker, raw: RespClient) -> None:
-    worker = make_worker("w")
+    """To a peer they are new; their holder goes on with what it has."""
+    worker, peer = make_worker("w"), make_worker("peer")
     entry_id = await push(worker)
     (entry,) = await worker.take(1)
-    raw.call("XGROUP", "DESTROY", worker.keys.jobs("normal"), "workers")
-    await worker.leases.renew()
-    (again,) = await worker.take(1)
-    assert again.key == entry.key == ("normal", entry_id)
+    for taker in (worker, peer):
+        raw.call("XGROUP", "DESTROY", worker.keys.jobs("normal"), "workers")
+        await worker.leases.renew()
+        await taker.source.ensure_groups()
+        taken: list[Entry] = []
+        while not raw.pending(worker.keys.jobs("normal")):
+            taken = await taker.source.take(1)
+        assert [again.key for again in taken] == ([] if taker is worker else [("normal", entry_id)])
+    assert worker.leases.is_held(entry.key)
+
+
+@pytest.mark.parametrize(("lease_ms", "scan_ms"), [(300, 100), (1000, 250), (2000, 500), (30_000, 5000)])
+def test_a_short_lease_is_looked_after_more_often(lease_ms: int, scan_ms: int) -> None:
+    assert SourceOptions(lease_ms=lease_ms).scan_ms == scan_ms
+
+
+async def test_a_read_waits_no_longer_than_to_the_next_scan(make_worker: MakeWorker, raw: RespClient) -> None:
+    """A worker that waits for new entries for a minute would leave a dead peer's for as long."""
+    worker = make_worker("w")
+    source = JobSource(worker.jobs_link, worker.keys, "w", worker.leases, SourceOptions(LEASE_MS, block_ms=9000))
+    (entry_id,) = leave_dead(raw, worker, "normal", 1)
+    found: list[Entry] = []
+    async with asyncio.timeout(8):
+        while not found:
+            found = await source.take(8)
+    assert [entry.entry_id for entry in found] == [entry_id]
+
+
+@pytest.mark.parametrize("scan", ["next_scan", "next_reconcile"])
+async def test_a_scan_that_finds_no_group_makes_it_anew(make_worker: MakeWorker, raw: RespClient, scan: str) -> None:
+    """All keys may be lost while no read is under way; the scan that comes first must not stop at that for ever."""
+    worker = make_worker("w")
+    while not worker.source.stats.num_reclaimed:
+        leave_dead(raw, worker, "low", 1)
+        await worker.source.take(1)
+    raw.call("DEL", *worker.keys.lanes)
+    worker.source._timers.next_scan = float("inf")
+    setattr(worker.source._timers, scan, 0.0)
+    await push(worker)
+    assert len(await worker.take(1)) == 1
 
 
 async def test_all_keys_lost_while_reading_is_no_end(make_worker: MakeWorker, raw: RespClient) -> None:

@@ -55,7 +55,7 @@ async def test_renewing_does_not_recreate_a_settled_entry(make_worker: MakeWorke
     (entry,) = await hold(worker, raw, 1)
     raw.call("XACK", worker.keys.jobs("normal"), "workers", entry.entry_id)
     await worker.leases.renew()
-    assert worker.losses == [(entry, Loss.LOST)]
+    assert worker.losses == [(entry, Loss.ORPHANED)]
     assert raw.pending(worker.keys.jobs("normal")) == {}
 
 
@@ -69,17 +69,45 @@ async def test_an_entry_deleted_from_the_stream_is_told_once_and_stays_ours(
     await worker.leases.renew()
     await worker.leases.renew()
     is_noticed = b"valkey_version" in raw.call("INFO", "server")
-    assert worker.losses == ([(entry, Loss.DELETED)] if is_noticed else [])
+    assert worker.losses == ([(entry, Loss.ORPHANED)] if is_noticed else [])
     assert worker.leases.is_held(entry.key)
 
 
-async def test_a_lost_group_loses_all_leases(make_worker: MakeWorker, raw: RespClient) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [("XGROUP", "DESTROY", "LANE", "workers"), ("DEL", "LANE"), ("SET", "LANE", "something else")],
+    ids=["group", "lane", "type"],
+)
+async def test_what_nobody_can_take_over_stays_with_its_holder(
+    make_worker: MakeWorker, raw: RespClient, command: tuple[str, ...]
+) -> None:
+    """Else it would end nowhere. It is told once, and other lanes are renewed all the same."""
     worker = make_worker("w")
     entries = await hold(worker, raw, 3)
+    await push(worker, "low")
+    (other,) = await worker.take(1)
+    raw.call(*(worker.keys.jobs("normal") if word == "LANE" else word for word in command))
+    await worker.leases.renew()
+    await worker.leases.renew()
+    told = sorted((entry.key, loss) for entry, loss in worker.losses)
+    assert told == [(entry.key, Loss.ORPHANED) for entry in entries]
+    assert len(worker.leases) == 4
+    assert list(raw.pending(worker.keys.jobs("low"))) == [other.entry_id]
+
+
+async def test_an_orphan_that_a_peer_gets_after_all_is_lost(make_worker: MakeWorker, raw: RespClient) -> None:
+    worker, peer = make_worker("w"), make_worker("peer")
+    mine, theirs = await hold(worker, raw, 2)
     raw.call("XGROUP", "DESTROY", worker.keys.jobs("normal"), "workers")
     await worker.leases.renew()
-    assert {entry.key for entry, _ in worker.losses} == {entry.key for entry in entries}
-    assert len(worker.leases) == 0
+    await peer.source.ensure_groups()
+    read = ("XREADGROUP", "GROUP", "workers", "w", "COUNT", 1, "STREAMS", worker.keys.jobs("normal"), ">")
+    assert raw.call(*read)[0][1][0][0].decode() == mine.entry_id
+    assert [entry.key for entry in await peer.take(1)] == [theirs.key]
+    worker.losses.clear()
+    await worker.leases.renew()
+    assert worker.losses == [(theirs, Loss.LOST)]
+    assert worker.leases.is_held(mine.key)
 
 
 async def test_lanes_with_equal_entry_ids_are_held_apart(make_worker: MakeWorker, raw: RespClient) -> None:
@@ -88,7 +116,7 @@ async def test_lanes_with_equal_entry_ids_are_held_apart(make_worker: MakeWorker
     await worker.take(2)
     raw.call("XACK", worker.keys.jobs("low"), "workers", "77-0")
     await worker.leases.renew()
-    assert [(entry.lane, loss) for entry, loss in worker.losses] == [("low", Loss.LOST)]
+    assert [(entry.lane, loss) for entry, loss in worker.losses] == [("low", Loss.ORPHANED)]
     assert worker.leases.is_held(("high", "77-0"))
 
 

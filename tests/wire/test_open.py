@@ -331,3 +331,29 @@ async def test_an_entrys_own_time_and_the_scripts_time_are_one_clock(make_worker
     assert entry_ms <= result.attempt
     envelope = parse_envelope("normal", "99999999999999-0", {b"ttl_ms": b"100"}, now_ms=result.attempt)
     assert envelope.deadline_ms == result.attempt + 100
+
+
+@pytest.mark.parametrize("was_opened", [True, False])
+@pytest.mark.parametrize("command", [("DEL", "LANE"), ("XGROUP", "DESTROY", "LANE", "workers"), ("SET", "LANE", "x")])
+async def test_an_entry_that_nobody_has_goes_on_with_whoever_was_given_it(
+    make_worker: MakeWorker, raw: RespClient, command: tuple[str, ...], was_opened: bool
+) -> None:
+    """A peer that was given it just before the lane went, for instance: its first holder has let go by then.
+
+    One that was never opened, or has ended, goes with its lane.
+    """
+    first, second = make_worker("first"), make_worker("second")
+    entry = await taken(first)
+    earlier = await run_open(first, entry) if was_opened else None
+    steal(raw, entry, second)
+    raw.call(*(first.keys.jobs("normal") if word == "LANE" else word for word in command))
+    result = await run_open(second, entry)
+    if earlier is None:
+        assert result.status is OpenStatus.LOST
+        return
+    assert result.status is OpenStatus.OPENED
+    assert result.attempt > earlier.attempt
+    raw.call("XADD", first.keys.reply("a"), f"{result.attempt}-{TERMINAL_SEQ}", "e", "end")
+    await second.outcomes.settle(second.envelope(entry), "done")
+    raw.call("DEL", first.keys.reply("a"))
+    assert (await run_open(first, entry)).status is OpenStatus.LOST

@@ -91,7 +91,7 @@ async def test_a_job_whose_entry_was_deleted_under_us_still_gets_its_outcome(
     make_worker: MakeWorker, raw: RespClient
 ) -> None:
     worker = make_worker("w")
-    entry = await running(worker)
+    entry = await ended(worker)
     raw.call("XACK", worker.keys.jobs("normal"), "workers", entry.entry_id)
     raw.call("XDEL", worker.keys.jobs("normal"), entry.entry_id)
     assert await worker.outcomes.settle(worker.envelope(entry), "done") is SettleStatus.GONE
@@ -160,7 +160,7 @@ async def test_only_the_owner_drops(make_worker: MakeWorker, raw: RespClient) ->
 async def test_a_peer_takes_a_handed_over_job_at_once_with_its_body(make_worker: MakeWorker, raw: RespClient) -> None:
     giver, peer = make_worker("giver"), make_worker("peer")
     entry = await running(giver)
-    assert await giver.outcomes.hand_over(giver.envelope(entry))
+    assert await giver.outcomes.hand_over(giver.envelope(entry)) is SettleStatus.DONE
     assert raw.hash(giver.keys.state("a"))["status"] == "queued"
     assert raw.events(giver.keys.control)[-1][1] == {"op": "reclaim"}
     (taken,) = await peer.source.reclaim(8)
@@ -172,7 +172,7 @@ async def test_a_handed_over_job_may_have_to_wait(make_worker: MakeWorker, raw: 
     """What ends the ping-pong of jobs that nobody may run yet."""
     giver, peer = make_worker("giver"), make_worker("peer")
     entry = await running(giver)
-    assert await giver.outcomes.hand_over(giver.envelope(entry), wait_ms=LEASE_MS // 2)
+    assert await giver.outcomes.hand_over(giver.envelope(entry), wait_ms=LEASE_MS // 2) is SettleStatus.DONE
     assert raw.call("EXISTS", giver.keys.control) == 0
     _, consumer, idle_ms, _ = raw.call("XPENDING", giver.keys.jobs("normal"), "workers", "-", "+", 1)[0]
     assert consumer.decode() == HANDOVER
@@ -186,7 +186,7 @@ async def test_handing_over_a_job_that_was_never_opened_makes_no_record(
     worker = make_worker("w")
     await push(worker, id="a", prompt="x")
     (entry,) = await worker.take(1)
-    assert await worker.outcomes.hand_over(worker.envelope(entry))
+    assert await worker.outcomes.hand_over(worker.envelope(entry)) is SettleStatus.DONE
     assert raw.call("EXISTS", worker.keys.state("a")) == 0
 
 
@@ -194,9 +194,94 @@ async def test_only_the_owner_hands_over(make_worker: MakeWorker, raw: RespClien
     stale = make_worker("stale")
     entry = await running(stale)
     raw.call("XCLAIM", stale.keys.jobs("normal"), "workers", "owner", 0, entry.entry_id)
-    assert not await stale.outcomes.hand_over(stale.envelope(entry))
+    assert await stale.outcomes.hand_over(stale.envelope(entry)) is SettleStatus.OTHER
     assert raw.pending(stale.keys.jobs("normal"))[entry.entry_id][0] == "owner"
     assert raw.hash(stale.keys.state("a"))["status"] == "running"
+
+
+LOSSES: dict[str, tuple[str, ...]] = {
+    "entry": ("XDEL", "LANE", "ENTRY"),
+    "group": ("XGROUP", "DESTROY", "LANE", "workers"),
+    "lane": ("DEL", "LANE"),
+    "type": ("SET", "LANE", "something else"),
+}
+
+
+def lose(raw: RespClient, worker: TestWorker, entry: Entry, what: str) -> None:
+    """Deletes what makes an entry one that somebody can take."""
+    words = {"LANE": worker.keys.jobs("normal"), "ENTRY": entry.entry_id}
+    raw.call(*(words.get(word, word) for word in LOSSES[what]))
+
+
+@pytest.mark.parametrize("what", LOSSES)
+async def test_a_job_that_no_peer_can_take_is_not_handed_over(
+    make_worker: MakeWorker, raw: RespClient, what: str
+) -> None:
+    worker = make_worker("w")
+    entry = await running(worker)
+    lose(raw, worker, entry, what)
+    assert await worker.outcomes.hand_over(worker.envelope(entry)) is SettleStatus.GONE
+    assert worker.leases.is_held(entry.key)
+    assert raw.hash(worker.keys.state("a"))["status"] == "running"
+
+
+@pytest.mark.parametrize("what", LOSSES)
+async def test_an_orphan_is_settled_like_any_other_and_never_comes_again(
+    make_worker: MakeWorker, raw: RespClient, what: str
+) -> None:
+    worker, peer = make_worker("w"), make_worker("peer")
+    entry = await ended(worker, prompt_ref="big", prompt="")
+    raw.call("SET", worker.keys.prompt("big"), "x")
+    lose(raw, worker, entry, what)
+    await worker.outcomes.settle(worker.envelope(entry), "done", record={"usage": "{}"})
+    record = raw.hash(worker.keys.state("a"))
+    assert (record["status"], record["usage"]) == ("done", "{}")
+    assert 0 < raw.call("PTTL", worker.keys.reply("a")) <= worker.envelope(entry).result_ttl_ms
+    assert raw.call("EXISTS", worker.keys.prompt("big")) == 0
+    await peer.source.ensure_groups()
+    assert await peer.source.take(8) == []
+
+
+async def test_a_settled_entry_never_comes_again_though_its_record_is_lost(
+    make_worker: MakeWorker, raw: RespClient
+) -> None:
+    worker, peer = make_worker("w"), make_worker("peer")
+    entry = await ended(worker)
+    raw.call("DEL", worker.keys.state("a"))
+    raw.call("XGROUP", "DESTROY", worker.keys.jobs("normal"), "workers")
+    assert await worker.outcomes.settle(worker.envelope(entry), "done") is SettleStatus.GONE
+    await peer.source.ensure_groups()
+    assert await peer.source.take(8) == []
+
+
+async def test_a_job_of_which_the_server_has_only_the_entry_left_comes_again(
+    make_worker: MakeWorker, raw: RespClient
+) -> None:
+    """The last second that a killed server loses may hold all of a short job, its delivery included."""
+    worker, peer = make_worker("w"), make_worker("peer")
+    entry = await ended(worker)
+    raw.call("DEL", worker.keys.state("a"), worker.keys.reply("a"))
+    raw.call("XGROUP", "DESTROY", worker.keys.jobs("normal"), "workers")
+    await peer.source.ensure_groups()
+    assert await worker.outcomes.settle(worker.envelope(entry), "done") is SettleStatus.UNENDED
+    assert [again.key for again in await peer.take(1)] == [entry.key]
+
+
+async def test_a_record_of_another_type_keeps_no_job_on_the_queue(make_worker: MakeWorker, raw: RespClient) -> None:
+    worker = make_worker("w")
+    entry = await ended(worker)
+    raw.call("SET", worker.keys.state("a"), "something else")
+    assert await worker.outcomes.settle(worker.envelope(entry), "done") is SettleStatus.UNRECORDED
+    assert raw.call("XLEN", worker.keys.jobs("normal")) == 0
+
+
+async def test_hints_that_can_not_be_given_keep_no_job_from_a_peer(make_worker: MakeWorker, raw: RespClient) -> None:
+    giver, peer = make_worker("giver"), make_worker("peer")
+    entry = await running(giver)
+    for key in (giver.keys.control, giver.keys.state("a")):
+        raw.call("SET", key, "something else")
+    assert await giver.outcomes.hand_over(giver.envelope(entry)) is SettleStatus.DONE
+    assert [taken.key for taken in await peer.source.reclaim(8)] == [entry.key]
 
 
 async def test_a_large_prompt_is_fetched_by_name(make_worker: MakeWorker, raw: RespClient) -> None:

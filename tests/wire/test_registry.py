@@ -2,10 +2,14 @@
 
 import asyncio
 
+import pytest
+from structlog.testing import capture_logs
+
 from tests.wire.resp import RespClient
 from tests.wire.workers import MakeWorker, TestWorker, eventually, push
 from worker.errors import ErrorCode
 from worker.streams.connection import Link
+from worker.streams.errors import ServerError
 from worker.streams.keys import HANDOVER
 from worker.streams.leases import Entry
 from worker.streams.registry import (
@@ -91,10 +95,20 @@ async def test_sweeping_removes_names_that_nobody_uses_and_never_what_holds_a_jo
 async def test_sweeping_a_queue_that_does_not_exist_is_nothing(make_worker: MakeWorker, raw: RespClient) -> None:
     worker = make_worker("w")
     raw.call("DEL", *worker.keys.lanes)
-    raw.call("ZADD", worker.keys.workers, 5, "long gone")
-    await registry(worker).beat({})
     await registry(worker).sweep()
-    assert raw.call("ZRANGE", worker.keys.workers, 0, -1) == [b"w"]
+    assert raw.call("EXISTS", *worker.keys.lanes) == 0
+
+
+async def test_a_beat_forgets_workers_that_missed_three_and_nobody_who_beats_less_often(
+    make_worker: MakeWorker, raw: RespClient
+) -> None:
+    worker = make_worker("w")
+    now_ms = int(raw.call("TIME")[0]) * 1000
+    for name, age_ms in (("dead", 400_000), (b"\xff", 400_000), ("slow", 400_000), ("late", 60_000)):
+        raw.call("ZADD", worker.keys.workers, now_ms - age_ms, name)
+    raw.call("HSET", worker.keys.worker("slow"), "slots", 4)
+    await registry(worker, beat_ms=60_000).beat({})
+    assert set(raw.call("ZRANGE", worker.keys.workers, 0, -1)) == {b"w", b"slow", b"late"}
 
 
 async def test_hints_are_heard_from_the_first_read_on_and_each_once(
@@ -120,7 +134,23 @@ async def test_cancel_marks_are_found_in_one_look(make_worker: MakeWorker, raw: 
     raw.call("SET", worker.keys.cancel("a"), "user left")
     raw.call("SET", worker.keys.cancel("b"), b"\xff")
     raw.call("LPUSH", worker.keys.cancel("c"), "wrong type")
-    assert await marks.check(["a", "b", "c", "d"]) == {"a": "user left", "b": "\ufffd", "c": ""}
+    with capture_logs() as logs:
+        assert await marks.check(["a", "b", "c", "d"]) == {"a": "user left", "b": "\ufffd", "c": ""}
+    assert [event["key"] for event in logs] == [worker.keys.cancel("c")]
+
+
+async def test_a_server_that_can_not_answer_cancels_nothing(make_worker: MakeWorker, raw: RespClient) -> None:
+    worker = make_worker("w")
+    raw.call("ACL", "SETUSER", "blind", "on", ">pw", "~*", "+@all", "-get")
+    try:
+        await worker.commands.call("AUTH", "blind", "pw")
+        with pytest.raises(ServerError):
+            await CancelMarks(worker.commands, worker.keys).check(["a"])
+        await push(worker, id="a", prompt="x")
+        (entry,) = await worker.take(1)
+        assert (await worker.replies.open(worker.envelope(entry)))[0].cancel_reason is None
+    finally:
+        raw.call("ACL", "DELUSER", "blind")
 
 
 async def test_operators_settings_are_read(make_worker: MakeWorker, raw: RespClient) -> None:

@@ -255,17 +255,37 @@ async def test_a_server_that_lost_the_whole_reply_gets_it_again(make_worker: Mak
     assert tokens(raw, worker.keys.reply("a")) == ([1, 2], "ab")
 
 
-async def test_a_server_that_lost_reply_and_entry_fences_whoever_ran_it(
-    make_worker: MakeWorker, raw: RespClient
+@pytest.mark.parametrize("is_record_lost", [True, False])
+async def test_a_server_that_lost_reply_and_entry_is_written_to_only_where_the_record_says_that_the_job_runs(
+    make_worker: MakeWorker, raw: RespClient, is_record_lost: bool
 ) -> None:
     worker = make_worker("w")
     _, writer = await opened(worker)
     raw.call("DEL", worker.keys.reply("a"), worker.keys.jobs("normal"))
+    if is_record_lost:
+        raw.call("DEL", worker.keys.state("a"))
     await worker.reply_link.reset()
     writer.token([1], "a")
     await worker.replies.flush()
-    assert writer.status is ReplyStatus.FENCED
-    assert raw.call("EXISTS", worker.keys.reply("a")) == 0
+    await worker.replies.flush()
+    assert writer.status is (ReplyStatus.ABANDONED if is_record_lost else ReplyStatus.LIVE)
+    assert raw.call("EXISTS", worker.keys.reply("a")) == (0 if is_record_lost else 1)
+
+
+@pytest.mark.parametrize("fate", ["kept", "deleted", "continued"])
+async def test_a_reply_in_doubt_is_compared_at_once(make_worker: MakeWorker, raw: RespClient, fate: str) -> None:
+    """Its entry is gone: a peer may have settled it, or the client may have deleted the reply."""
+    worker = make_worker("w")
+    _, writer = await opened(worker)
+    if fate == "deleted":
+        raw.call("DEL", worker.keys.reply("a"))
+    elif fate == "continued":
+        raw.call("XADD", worker.keys.reply("a"), f"{writer.attempt + 1}-0", "e", "open")
+    worker.replies.doubt(writer)
+    await worker.replies.flush()
+    expected = {"kept": ReplyStatus.LIVE, "deleted": ReplyStatus.ABANDONED, "continued": ReplyStatus.FENCED}
+    assert writer.status is expected[fate]
+    assert raw.call("EXISTS", worker.keys.reply("a")) == (0 if fate == "deleted" else 1)
 
 
 async def test_a_reset_that_the_server_lost_is_told_again(make_worker: MakeWorker, raw: RespClient) -> None:

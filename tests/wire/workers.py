@@ -60,7 +60,7 @@ class TestWorker:
         self.losses: list[tuple[Entry, Loss]] = []
         self.scripts = Scripts(self.commands, keys, name)
         self.leases = Leases(self.scripts, LEASE_MS, lambda entry, loss: self.losses.append((entry, loss)))
-        options = SourceOptions(lease_ms=LEASE_MS, scan_ms=100, block_ms=20)
+        options = SourceOptions(lease_ms=LEASE_MS, block_ms=20)
         self.source = JobSource(self.jobs_link, keys, name, self.leases, options)
         self.replies = Replies(self.reply_link, self.scripts, self.commands, keys, self.clock, model="tiny")
         self.outcomes = Outcomes(self.scripts, self.leases, LEASE_MS)

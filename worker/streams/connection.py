@@ -8,6 +8,7 @@ from release to release, is not used. Nothing is ever retried here.
 
 import asyncio
 import random
+import re
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -79,7 +80,7 @@ class Link:
                 return answers
             except (RedisError, OSError, TimeoutError) as error:
                 await self._drop()
-                raise ConnectionLostError(f"the connection to Redis was lost: {error}") from error
+                raise ConnectionLostError(f"the connection to Redis was lost: {_driver_words(error)}") from error
             except BaseException:
                 # Cancelled half-way: the answers still to come would be taken for those of the next command.
                 await self._drop()
@@ -108,7 +109,7 @@ class Link:
                 await self._connection.connect()
         except (RedisError, OSError, TimeoutError) as error:
             await self._drop()
-            raise ConnectionLostError(f"Redis can't be reached: {error or type(error).__name__}") from error
+            raise ConnectionLostError(f"Redis can't be reached: {_driver_words(error)}") from error
         except BaseException:
             await self._drop()
             raise
@@ -160,7 +161,7 @@ async def check_server(url: str) -> str:
         raise StartupError(f"{redacted(url)}: {_startup_reason(error)}") from error
     except ServerError as error:
         raise StartupError(
-            f"{redacted(url)}: Redis refuses: {error}. Check the user's rights (docs/wire.md)"
+            f"{redacted(url)}: Redis refuses: {_driver_words(error)}. Check the user's rights (docs/wire.md)"
         ) from error
     finally:
         await link.close()
@@ -178,7 +179,18 @@ async def check_server(url: str) -> str:
 def redacted(url: str) -> str:
     """The URL without user, password and query, for messages; also where a password has characters it may not have."""
     scheme, separator, rest = url.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2].partition('?')[0]}"
+    before, _, after = rest.rpartition("@")
+    if "?" in before and "password=" in before:  # an @ in the query's password, or a ? in the one before the host
+        return f"{scheme}{separator}..."
+    return f"{scheme}{separator}{after.partition('?')[0]}"
+
+
+def not_a_url(url: str) -> StartupError:
+    """The error for a URL that can't be understood. The parser's own words may hold a part of the password."""
+    return StartupError(
+        f"{redacted(url)} is no Redis URL: use redis://[user:password@]host:port/db, rediss:// or unix:///path, "
+        "with / # ? @ : % in a password as %2F %23 %3F %40 %3A %25"
+    )
 
 
 def _make_connection(url: str) -> tuple[Any, float]:
@@ -197,10 +209,7 @@ def _make_connection(url: str) -> tuple[Any, float]:
         options |= {"protocol": 2, "retry": Retry(NoBackoff(), 0), "socket_timeout": None}
         return kind(**options), timeout_s
     except (ValueError, TypeError):
-        raise StartupError(
-            f"{redacted(url)} is no Redis URL: use redis://[user:password@]host:port/db, rediss:// or unix:///path, "
-            "with / # ? @ : % in a password as %2F %23 %3F %40 %3A %25"
-        ) from None
+        raise not_a_url(url) from None
 
 
 def _message_of(error: ResponseError) -> str:
@@ -214,7 +223,13 @@ def _startup_reason(error: ConnectionLostError) -> str:
     cause = error.__cause__
     if isinstance(cause, AuthenticationError) or "NOAUTH" in str(error) or "WRONGPASS" in str(error):
         return "Redis refuses the user or password: check them in the URL"
-    return f"{str(error).splitlines()[0]}. Start a server there, or name another with --redis-url"
+    return f"{error}. Start a server there, or name another with --redis-url"
+
+
+def _driver_words(error: BaseException) -> str:
+    """What an error says, as a part of a sentence: on one line, and without the full stops at its end."""
+    text = " ".join(str(error).split())
+    return re.sub(r"[. ]*\.(?=\s|$)", ".", text).rstrip(". ") or type(error).__name__
 
 
 def _parse_info(raw: bytes) -> dict[str, str]:

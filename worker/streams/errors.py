@@ -33,6 +33,11 @@ class ServerError(StreamsError):
         return self.code in {"READONLY", "MASTERDOWN", "UNBLOCKED"}
 
     @property
+    def is_wrong_type(self) -> bool:
+        """The key holds a value of another type than the protocol says."""
+        return self.code == "WRONGTYPE"
+
+    @property
     def is_id_refused(self) -> bool:
         """XADD's id is not larger than the stream's last."""
         return "equal or smaller" in str(self)

@@ -1,5 +1,6 @@
 """Taking work: new entries by weighted lanes, entries of dead peers, entries whose delivery was lost."""
 
+import asyncio
 import random
 import time
 from collections import Counter
@@ -21,13 +22,25 @@ MAX_ENTRIES_PER_READ = 8
 RECONCILE_EVERY_S = 30.0
 
 
+# Bounds of the time between two looks for entries of dead peers.
+MIN_SCAN_MS = 100
+MAX_SCAN_MS = 5_000
+
+
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """How work is taken. `scan_ms` is the longest time between two looks for entries of dead peers."""
+    """How work is taken. A read waits up to `block_ms` where there is nothing."""
 
     lease_ms: int = 30_000
-    scan_ms: int = 5_000
     block_ms: int = BLOCK_MS
+
+    @property
+    def scan_ms(self) -> int:
+        """The longest time between two looks for entries of dead peers: a quarter of a lease, within bounds.
+
+        So what a dead peer held is taken over within a lease and a quarter, and within 5 s after a long lease.
+        """
+        return min(MAX_SCAN_MS, max(MIN_SCAN_MS, self.lease_ms // 4))
 
 
 @dataclass(slots=True)
@@ -65,14 +78,18 @@ class JobSource:
         self._options = options
         self._timers = _Timers(next_reconcile=time.monotonic() + RECONCILE_EVERY_S)
         self._generation = 0
+        self._blocked: set[str] = set()
         self.lanes = LaneOrder()
         self.stats = SourceStats()
 
     async def ensure_groups(self) -> None:
-        """Makes the consumer group of each lane where it is missing. It starts at 0: settled entries are gone."""
+        """Makes the consumer group of each lane where it is missing. It starts at 0: settled entries are gone.
+
+        A lane whose key holds something else is left alone, here as in all that follows: the others go on.
+        """
         commands = [("XGROUP", "CREATE", key, GROUP, "0", "MKSTREAM") for key in self._keys.lanes]
         for answer in await self._link.batch(commands):
-            if isinstance(answer, ServerError) and answer.code != "BUSYGROUP":
+            if isinstance(answer, ServerError) and not (answer.code == "BUSYGROUP" or answer.is_wrong_type):
                 raise answer
 
     def hint_reclaim(self) -> None:
@@ -85,11 +102,8 @@ class JobSource:
         What dead peers held goes first. At most 8 come at a time; after a wait one per lane may come, which can be
         more than `room`: those wait in the caller's buffer.
         """
-        entries = await self._overdue(room)
-        if entries:
-            return entries
         try:
-            return await self._read_lanes(room) or await self._read_blocking()
+            return await self._overdue(room) or await self._read_lanes(room) or await self._read_blocking()
         except ServerError as error:
             if error.code != "NOGROUP":
                 raise
@@ -153,7 +167,7 @@ class JobSource:
         empty: list[str] = []
         count = min(room, MAX_ENTRIES_PER_READ)
         for lane in self.lanes.order():
-            answer = await self._link.call(*self._read_group("COUNT", count, "STREAMS", self._keys.jobs(lane), ">"))
+            answer = await self._ask(lane, *self._read_group("COUNT", count, "STREAMS", self._keys.jobs(lane), ">"))
             entries = self._entries_of(answer)
             if entries:
                 self.lanes.charge(lane, len(entries), empty)
@@ -162,12 +176,38 @@ class JobSource:
         return []
 
     async def _read_blocking(self) -> list[Entry]:
-        """COUNT is per stream, so this asks for 1 and may bring one entry per lane."""
-        command = self._read_group("COUNT", 1, "BLOCK", self._options.block_ms, "STREAMS", *self._keys.lanes)
-        entries = self._entries_of(await self._link.call(*command, *(">" for _ in LANES)))
+        """COUNT is per stream, so this asks for 1 and may bring one entry per lane.
+
+        Waits no longer than to the next scan, and for no lane that the quick read found to hold something else.
+        """
+        until_scan_ms = int(1000 * (max(self._timers.next_scan, self._timers.quiet_until) - time.monotonic()))
+        block_ms = max(1, min(self._options.block_ms, until_scan_ms))
+        lanes = [lane for lane in LANES if lane not in self._blocked]
+        if not lanes:
+            await asyncio.sleep(block_ms / 1000)
+            return []
+        command = self._read_group("COUNT", 1, "BLOCK", block_ms, "STREAMS", *map(self._keys.jobs, lanes))
+        try:
+            entries = self._entries_of(await self._link.call(*command, *(">" for _ in lanes)))
+        except ServerError as error:
+            if not error.is_wrong_type:
+                raise
+            return []  # a lane's key was overwritten just now: the next quick read finds out which
         for entry in entries:
             self.lanes.charge(entry.lane, 1)
         return entries
+
+    async def _ask(self, lane: str, *command: str | int) -> Any:
+        """The answer to a command on a lane, None where the lane's key holds something else."""
+        try:
+            answer = await self._link.call(*command)
+        except ServerError as error:
+            if not error.is_wrong_type:
+                raise
+            self._blocked.add(lane)
+            return None
+        self._blocked.discard(lane)
+        return answer
 
     def _read_group(self, *rest: str | int) -> tuple[str | int, ...]:
         return ("XREADGROUP", "GROUP", GROUP, self._consumer, *rest)
@@ -186,7 +226,9 @@ class JobSource:
         """One XAUTOCLAIM: the next cursor, and what was claimed with its delivery counts."""
         key = self._keys.jobs(lane)
         claim = ("XAUTOCLAIM", key, GROUP, self._consumer, self._options.lease_ms, cursor, "COUNT", count)
-        answer = await self._link.call(*claim)
+        answer = await self._ask(lane, *claim)
+        if answer is None:
+            return "0-0", []
         next_cursor, claimed = answer[0].decode(), answer[1]
         if len(answer) > 2 and answer[2]:  # since 7.0: entries that were trimmed
             self._count_trimmed(lane, len(answer[2]))
@@ -203,13 +245,16 @@ class JobSource:
 
     async def _pending(self, lane: str) -> list[tuple[str, int, int]]:
         """Entry id, idle ms and delivery count of all that is pending under our name."""
-        answer = await self._link.call("XPENDING", self._keys.jobs(lane), GROUP, "-", "+", 1_000_000, self._consumer)
-        return [(entry_id.decode(), int(idle), int(count)) for entry_id, _, idle, count in answer]
+        key = self._keys.jobs(lane)
+        answer = await self._ask(lane, "XPENDING", key, GROUP, "-", "+", 1_000_000, self._consumer)
+        return [(entry_id.decode(), int(idle), int(count)) for entry_id, _, idle, count in answer or []]
 
     async def _fetch(self, lane: str, entry_id: str, deliveries: int) -> list[Entry]:
         """The entry that is pending under our name, if it still exists; else it is acknowledged and counted."""
         key = self._keys.jobs(lane)
-        found = await self._link.call("XRANGE", key, entry_id, entry_id, "COUNT", 1)
+        found = await self._ask(lane, "XRANGE", key, entry_id, entry_id, "COUNT", 1)
+        if found is None:
+            return []
         if not found:
             await self._link.call("XACK", key, GROUP, entry_id)
             self._count_trimmed(lane, 1)

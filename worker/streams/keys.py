@@ -102,6 +102,6 @@ def check_worker_id(worker_id: str) -> str:
     """`worker_id` if it can be a consumer's name, else StartupError."""
     if not _NAME.fullmatch(worker_id) or worker_id.lower() in _RESERVED | {HANDOVER}:
         raise StartupError(
-            f"worker id {worker_id[:80]!r} can't be used: 1 to 64 of A-Z a-z 0-9 _ . -, no Redis keyword"
+            f"worker id {worker_id[:80]!r} can't be used: use 1 to 64 of A-Z a-z 0-9 _ . -, and no Redis keyword"
         )
     return worker_id

@@ -40,21 +40,22 @@ class Entry:
 
 
 class Loss(StrEnum):
-    """Why a lease needs no renewing any more.
+    """Why a lease could not be renewed.
 
-    LOST: another worker has the entry: stop, emit nothing, don't settle. DELETED: the entry was removed from the
-    stream, so it can't come to anybody else: finish it.
+    LOST: another worker has the entry: stop, emit nothing, don't settle. ORPHANED: nobody has it, since the entry, its
+    group or its lane was deleted: finish it, or it never ends. If it is delivered once more after all, to us it is
+    held already, and the open of a peer fences us.
     """
 
     LOST = "lost"
-    DELETED = "deleted"
+    ORPHANED = "orphaned"
 
 
 class Leases:
     """Owns the set of entries held, buffered or running, and renews them over its own link.
 
-    `on_loss` is called once for each entry that turns out not to be ours any more (which is then held no longer) or
-    to be deleted (which stays held until it is released).
+    `on_loss` is called once for each entry that turns out to be another's (which is then held no longer) or nobody's
+    (which stays held until it is released).
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Leases:
         self._period_s = lease_ms / 6 / 1000
         self.on_loss = on_loss
         self._held: dict[EntryKey, Entry] = {}
-        self._deleted: set[EntryKey] = set()
+        self._orphaned: set[EntryKey] = set()
 
     def hold(self, entry: Entry) -> bool:
         """Takes `entry` under renewal. False: it is held already, so a late answer adds nothing."""
@@ -83,7 +84,7 @@ class Leases:
     def release(self, key: EntryKey) -> None:
         """The entry is settled, dropped or handed over."""
         self._held.pop(key, None)
-        self._deleted.discard(key)
+        self._orphaned.discard(key)
 
     def is_held(self, key: EntryKey) -> bool:
         """Whether the entry is under renewal."""
@@ -96,14 +97,13 @@ class Leases:
         """Renews everything held, lane by lane. Raises StreamsError."""
         by_lane: dict[str, list[str]] = {}
         for lane, entry_id in self._held:
-            if (lane, entry_id) not in self._deleted:
-                by_lane.setdefault(lane, []).append(entry_id)
+            by_lane.setdefault(lane, []).append(entry_id)
         for lane, entry_ids in by_lane.items():
             result = await self._scripts.renew(lane, entry_ids)
             for entry_id in result.lost:
                 self._report((lane, entry_id), Loss.LOST)
-            for entry_id in result.deleted:
-                self._report((lane, entry_id), Loss.DELETED)
+            for entry_id in result.orphaned:
+                self._report((lane, entry_id), Loss.ORPHANED)
 
     async def run(self, may_renew: Callable[[], bool] = lambda: True) -> None:
         """Renews every sixth of a lease until cancelled; while `may_renew` says no, the leases run out.
@@ -123,11 +123,12 @@ class Leases:
 
     def _report(self, key: EntryKey, loss: Loss) -> None:
         entry = self._held.get(key)
-        if entry is None:  # released while the answer was on its way
+        # Released while the answer was on its way, or told before.
+        if entry is None or (loss is Loss.ORPHANED and key in self._orphaned):
             return
         if loss is Loss.LOST:
             self.release(key)
         else:
-            self._deleted.add(key)
+            self._orphaned.add(key)
         log.warning("lease_lost", lane=key[0], entry_id=key[1], reason=loss.value)
         self.on_loss(entry, loss)

@@ -64,19 +64,21 @@ class Outcomes:
         self._leases.release(entry.key)
         return is_done
 
-    async def hand_over(self, envelope: JobEnvelope, *, wait_ms: int | None = None) -> bool:
-        """Gives the job to a peer at once, or not before `wait_ms` (at most a lease). False: it was not ours.
+    async def hand_over(self, envelope: JobEnvelope, *, wait_ms: int | None = None) -> SettleStatus:
+        """Gives the job to a peer at once, or not before `wait_ms` (at most a lease).
 
-        Everything of its reply that is gathered must be written before, and nothing may be written after.
+        Everything of its reply that is gathered must be written before, and nothing may be written after, but for
+        GONE: no peer can take it, so it is still held, and has to end here.
         """
         idle_ms = 10 * self._lease_ms if wait_ms is None else max(0, self._lease_ms - wait_ms)
-        is_done = await self._persist(
+        status = await self._persist(
             lambda: self._scripts.hand_over(
                 envelope.lane, envelope.entry_id, envelope.id, idle_ms=idle_ms, is_urgent=wait_ms is None
             )
         )
-        self._leases.release((envelope.lane, envelope.entry_id))
-        return is_done
+        if status is not SettleStatus.GONE:
+            self._leases.release((envelope.lane, envelope.entry_id))
+        return status
 
     async def _persist(self, call: Callable[[], Awaitable[_Answer]]) -> _Answer:
         return await persist(call, cap_s=self._lease_ms / 6000)
@@ -113,7 +115,7 @@ async def fetch_prompt(link: Link, keys: QueueKeys, name: str, max_bytes: int) -
             value = await link.call("GET", keys.prompt(name))
             length = len(value or b"")
     except ServerError as error:
-        if error.code != "WRONGTYPE":
+        if not error.is_wrong_type:
             raise
         raise JobError(ErrorCode.BAD_REQUEST, f"prompt_ref {name} names no string: SET it (with EX)") from error
     if length > max_bytes:

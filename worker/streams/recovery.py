@@ -1,9 +1,11 @@
 """What a reply stream holds already."""
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
+from worker.protocol_fields import MAX_INT, MAX_TOKEN_ID
 from worker.streams.connection import Link
 from worker.streams.errors import StreamsError
 
@@ -12,6 +14,10 @@ _PAGE = 500
 
 # More choices than any job may have: an index beyond is not one that a worker writes.
 _MAX_INDEX = 255
+
+
+class UnreadableReplyError(StreamsError):
+    """A reply holds an event that no worker writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,7 @@ class Recovered:
 async def recover(link: Link, reply_key: str) -> Recovered:
     """Reads the stream once, in pages. Only final after this worker's own open succeeded, which fences all others.
 
-    Raises StreamsError, also where an event is not one that a worker writes.
+    Raises StreamsError; UnreadableReplyError where an event is not one that a worker writes.
     """
     ids: dict[int, list[int]] = {}
     text: dict[int, list[str]] = {}
@@ -72,7 +78,7 @@ async def recover(link: Link, reply_key: str) -> Recovered:
                 index = _index_of(event, entry_id)
                 ids.setdefault(index, []).extend(_ids_of(event, entry_id))
                 text.setdefault(index, []).append(event.get(b"text", b"").decode("utf-8", "replace"))
-                seed = int(event[b"seed"]) if b"seed" in event else seed
+                seed = _seed_of(event, entry_id) if b"seed" in event else seed
         if len(page) < _PAGE:
             first, *others = [
                 Stored(tuple(ids.get(index, ())), "".join(text.get(index, ())))
@@ -89,13 +95,23 @@ def _index_of(event: dict[bytes, bytes], entry_id: bytes) -> int:
     return int(index)
 
 
-def _unreadable(entry_id: bytes) -> StreamsError:
-    return StreamsError(f"event {entry_id.decode()} of a reply can't be read: was it written by a worker?")
+def _unreadable(entry_id: bytes) -> UnreadableReplyError:
+    return UnreadableReplyError(
+        f"event {entry_id.decode()} of a reply can't be read: no worker of this version wrote it"
+    )
+
+
+def _seed_of(event: dict[bytes, bytes], entry_id: bytes) -> int:
+    if not re.fullmatch(rb"[0-9]{1,19}", event[b"seed"]) or int(event[b"seed"]) > MAX_INT:
+        raise _unreadable(entry_id)
+    return int(event[b"seed"])
 
 
 def _ids_of(event: dict[bytes, bytes], entry_id: bytes) -> list[int]:
     try:
         ids: Any = json.loads(event.get(b"ids", b"[]"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _unreadable(entry_id) from error
-    return list(ids)
+    if type(ids) is not list or not all(type(item) is int and 0 <= item <= MAX_TOKEN_ID for item in ids):
+        raise _unreadable(entry_id)
+    return ids

@@ -8,7 +8,8 @@ import structlog
 
 from worker.streams.clock import ServerClock
 from worker.streams.connection import Backoff, Link
-from worker.streams.errors import StreamsError
+from worker.streams.errors import ServerError, StreamsError
+from worker.streams.key_check import KeyCheck
 from worker.streams.keys import LANES, QueueKeys
 from worker.streams.leases import Entry
 from worker.streams.scripts import Scripts
@@ -17,6 +18,7 @@ log = structlog.get_logger(__name__)
 
 NUM_BEATS_UNTIL_FORGOTTEN = 3
 UNUSED_CONSUMER_MS = 3600 * 1000
+MAX_FORGOTTEN_PER_BEAT = 1000
 CONTROL_BLOCK_MS = 2000
 MAX_DEAD_LETTERS = 1000
 MAX_DEAD_FIELD_BYTES = 64 * 1024
@@ -36,11 +38,17 @@ class Registry:
         self._worker_id = worker_id
         self._clock = clock
         self._beat_ms = beat_ms
+        self._key_check = KeyCheck(keys, worker_id)
 
     async def beat(self, fields: Beat) -> None:
-        """Writes `fields` (model, version, slots, running, ...); they expire after three missed beats."""
-        await self._scripts.beat(expiry_ms=NUM_BEATS_UNTIL_FORGOTTEN * self._beat_ms, fields=fields)
+        """Writes `fields` (model, version, slots, running, ...); they expire after three missed beats.
+
+        Workers that missed as many are forgotten; keys of the queue that hold something else are named in the log.
+        """
         await self._clock.sync(self._link)
+        await self._key_check.look(self._link)
+        await self._scripts.beat(expiry_ms=NUM_BEATS_UNTIL_FORGOTTEN * self._beat_ms, fields=fields)
+        await self._forget_silent_workers()
 
     async def leave(self) -> None:
         """Takes this worker out of the registry."""
@@ -49,11 +57,25 @@ class Registry:
         )
 
     async def sweep(self) -> None:
-        """Removes consumer names and workers that were silent for an hour."""
+        """Removes consumer names that were silent for an hour."""
         for lane in LANES:
             await self._scripts.sweep_consumers(lane, idle_ms=UNUSED_CONSUMER_MS)
-        oldest = self._clock.now_ms() - UNUSED_CONSUMER_MS
-        silent = await self._link.call("ZRANGEBYSCORE", self._keys.workers, "-inf", oldest)
+
+    async def _forget_silent_workers(self) -> None:
+        """Removes workers whose hash has expired from the registry: the expiry knows how often that worker beats."""
+        oldest = self._clock.now_ms() - NUM_BEATS_UNTIL_FORGOTTEN * self._beat_ms
+        late = ("ZRANGEBYSCORE", self._keys.workers, "-inf", oldest, "LIMIT", 0, MAX_FORGOTTEN_PER_BEAT)
+        try:
+            names = await self._link.call(*late)
+        except ServerError as error:
+            if not error.is_wrong_type:
+                raise
+            return
+        if not names:
+            return
+        prefix = self._keys.worker("").encode()
+        exist = await self._link.batch([("EXISTS", prefix + name) for name in names])
+        silent = [name for name, is_there in zip(names, exist, strict=True) if is_there == 0]
         if silent:
             await self._link.call("ZREM", self._keys.workers, *silent)
 
@@ -93,12 +115,19 @@ class ControlReader:
 
     async def read(self) -> list[Hint]:
         """The next hints; waits up to `block_ms`. The first call begins at the stream's end. Raises StreamsError."""
-        if self._last_id is None:
-            newest = await self._link.call("XREVRANGE", self._keys.control, "+", "-", "COUNT", 1)
-            self._last_id = newest[0][0] if newest else b"0-0"
-        answer = await self._link.call(
-            *("XREAD", "COUNT", 256, "BLOCK", self._block_ms, "STREAMS", self._keys.control, self._last_id)
-        )
+        try:
+            if self._last_id is None:
+                newest = await self._link.call("XREVRANGE", self._keys.control, "+", "-", "COUNT", 1)
+                self._last_id = newest[0][0] if newest else b"0-0"
+            answer = await self._link.call(
+                *("XREAD", "COUNT", 256, "BLOCK", self._block_ms, "STREAMS", self._keys.control, self._last_id)
+            )
+        except ServerError as error:
+            if not error.is_wrong_type:
+                raise
+            # Hints only hasten what is looked at anyway, so without them nothing is lost.
+            await asyncio.sleep(self._block_ms / 1000)
+            return []
         if not answer:
             return []
         entries = answer[0][1]
@@ -119,16 +148,21 @@ class CancelMarks:
         if not ids:
             return {}
         answers = await self._link.batch([("GET", self._keys.cancel(job_id)) for job_id in ids])
-        # A mark of a wrong type is a mark all the same.
-        return {
-            job_id: answer.decode("utf-8", "replace") if isinstance(answer, bytes) else ""
-            for job_id, answer in zip(ids, answers, strict=True)
-            if answer is not None
-        }
+        marks: dict[str, str] = {}
+        for job_id, answer in zip(ids, answers, strict=True):
+            if isinstance(answer, ServerError):
+                if not answer.is_wrong_type:
+                    raise answer
+                # A mark of another type is a mark all the same.
+                log.warning("cancel_mark_of_wrong_type", key=self._keys.cancel(job_id), advice="use SET with EX")
+                marks[job_id] = ""
+            elif answer is not None:
+                marks[job_id] = answer.decode("utf-8", "replace")
+        return marks
 
 
 async def read_config(link: Link, keys: QueueKeys) -> dict[str, str]:
-    """The operators' settings of this queue, names to values. Raises StreamsError."""
+    """The operators' settings of this queue, names to values. Raises StreamsError, as where its key is no hash."""
     flat = await link.call("HGETALL", keys.config)
     return {
         name.decode("utf-8", "replace"): value.decode("utf-8", "replace")

@@ -13,13 +13,15 @@ from worker.streams.clock import ServerClock
 from worker.streams.connection import Backoff, Command, Link
 from worker.streams.errors import ConnectionLostError, ServerError, StreamsError
 from worker.streams.keys import QueueKeys
-from worker.streams.recovery import Recovered, recover
+from worker.streams.recovery import Recovered, UnreadableReplyError, recover
 from worker.streams.reply_writer import ReplyStatus, ReplyWriter
 from worker.streams.scripts import OpenResult, OpenStatus, Scripts
 
 log = structlog.get_logger(__name__)
 
 RUN_TTL_MS = 24 * 3600 * 1000
+# No connection's number: the reply's last id is not known, though no connection was lost.
+IN_DOUBT = 0
 
 
 @dataclass(slots=True)
@@ -86,6 +88,12 @@ class Replies:
         writer.resume(recovered)
         return recovered
 
+    def doubt(self, writer: ReplyWriter) -> None:
+        """Somebody else may have written: before the next write, and at once, the reply's last id is compared."""
+        if writer in self._live:
+            self._live[writer].generation = IN_DOUBT
+            self._mark_dirty(writer)
+
     def discard(self, writer: ReplyWriter) -> None:
         """Forgets a writer whose job was handed over or lost; nothing more is written."""
         self._live.pop(writer, None)
@@ -149,7 +157,8 @@ class Replies:
                 self._acknowledge(writer)
             elif answer.is_id_refused:
                 refused.append(writer)
-            elif answer.code == "WRONGTYPE":
+            elif answer.is_wrong_type:
+                log.error("reply_key_of_wrong_type", key=self._keys.reply(writer.job_id))
                 self._close(writer, ReplyStatus.ABANDONED)
             elif answer.is_wrong_server:
                 raise ConnectionLostError(f"this server takes no writes: {answer}")
@@ -171,6 +180,8 @@ class Replies:
             in_doubt = writer.in_flight.entry_id if writer.in_flight is not None else None
             if last_id is not None and last_id == in_doubt:
                 self._acknowledge(writer)
+            elif last_id is None and self._live[writer].generation == IN_DOUBT:
+                self._close(writer, ReplyStatus.ABANDONED)  # no connection was lost, so the client deleted it
             elif last_id != writer.last_id:
                 await self._after_lost_writes(writer, last_id)
             if writer in self._live:
@@ -183,10 +194,17 @@ class Replies:
             return
         result = await self._run_open(self._live[writer].envelope, own_attempt=writer.attempt)
         if result.status is not OpenStatus.OPENED:
-            self._close(writer, ReplyStatus.FENCED)
+            # With nothing left to read the job is settled, if that is still ours to do, and nothing is written.
+            is_deleted = last_id is None or result.status is OpenStatus.BLOCKED
+            self._close(writer, ReplyStatus.ABANDONED if is_deleted else ReplyStatus.FENCED)
             return
         log.warning("reply_reopened", job_id=writer.job_id, attempt=result.attempt, covered=result.covered)
-        writer.reopen(result.attempt, await recover(self._reader, self._keys.reply(writer.job_id)))
+        try:
+            writer.reopen(result.attempt, await recover(self._reader, self._keys.reply(writer.job_id)))
+        except UnreadableReplyError as error:
+            # It comes back as an entry that nobody holds, and ends with an error.
+            log.error("reply_unreadable", job_id=writer.job_id, error=str(error))
+            self._close(writer, ReplyStatus.FENCED)
 
     async def _run_open(self, envelope: JobEnvelope, own_attempt: int = 0) -> OpenResult:
         return await self._scripts.open(

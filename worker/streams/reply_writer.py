@@ -119,14 +119,19 @@ class ReplyWriter:
         *,
         usage: Mapping[str, Any],
         receipt: Mapping[str, Any],
+        beams: Sequence[Mapping[str, float]] = (),
         meta: str | None = None,
     ) -> None:
         """The terminal event `end`, after all tokens given so far. Text that has no ids with it goes into the event.
 
-        `finish` of several choices has one for each.
+        `finish` of several choices has one for each, and so has `beams`, how a beam search scores them.
         """
         self._finishes = [finish] if isinstance(finish, str) else list(finish)
+        # A beam search may find fewer than were asked for.
+        self._choices = self._choices[: max(1, len(self._finishes))]
         fields = {"finish": self._finishes[0], "usage": compact(usage), "receipt": compact(receipt)}
+        if beams:
+            fields["beams"] = compact(beams)
         self._finish("end", fields | ({} if meta is None else {"meta": meta}))
 
     def error(self, error: JobError, *, meta: str | None = None) -> None:

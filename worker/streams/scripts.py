@@ -34,15 +34,19 @@ class OpenStatus(StrEnum):
     DUPLICATE = "duplicate"
     CONFLICT = "conflict"
     ENDED = "ended"
+    BLOCKED = "blocked"
 
 
 class SettleStatus(StrEnum):
-    """What settling found. GONE is a success after a lost answer, or an entry that was deleted from the stream.
+    """What settling found, and handing over.
 
-    UNENDED: the server has lost the terminal event, and the entry stays on the queue.
+    OTHER: another consumer has the entry, so nothing was done. UNENDED: the server has lost the terminal event, so
+    nothing was done. GONE: nobody has it, after a success whose answer was lost or because entry, group or lane were
+    deleted. UNRECORDED: done, but the record's key holds something else.
     """
 
     DONE = "done"
+    UNRECORDED = "unrecorded"
     OTHER = "other"
     UNENDED = "unended"
     GONE = "gone"
@@ -54,7 +58,8 @@ class OpenResult:
 
     Only OPENED has the rest: `attempt`; `covered`: tokens that earlier attempts stored; `crashes` and `solo` as the
     record has them now; `cancel_reason`: the cancel mark's value, None where there is no mark; `is_resumed`: this
-    entry was opened before. ENDED says how the reply ended: `terminal` is `end` or `error`, with the error's code.
+    entry was opened before. ENDED says how the reply ended: `terminal` is `end` or `error`, with the error's code
+    and the `usage` that was told. BLOCKED names the `key` that holds what leaves no way to answer.
     """
 
     status: OpenStatus
@@ -66,14 +71,16 @@ class OpenResult:
     is_resumed: bool = False
     terminal: str = ""
     terminal_code: str = ""
+    usage: str | None = None
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RenewResult:
-    """Entries of one lane that are no longer ours, and entries that no longer exist in the stream."""
+    """Entries of one lane that another consumer has, and entries that nobody has (any more)."""
 
     lost: frozenset[str]
-    deleted: frozenset[str]
+    orphaned: frozenset[str]
 
 
 class _Script:
@@ -131,7 +138,10 @@ class Scripts:
         )
         status = OpenStatus(answer[0].decode())
         if status is OpenStatus.ENDED:
-            return OpenResult(status, terminal=answer[1].decode(), terminal_code=answer[2].decode())
+            terminal, code, usage = (None if part is None else part.decode("utf-8", "replace") for part in answer[1:])
+            return OpenResult(status, terminal=terminal or "", terminal_code=code or "", usage=usage)
+        if status is OpenStatus.BLOCKED:
+            return OpenResult(status, key=answer[1].decode())
         if status is not OpenStatus.OPENED:
             return OpenResult(status)
         _, attempt, covered, crashes, solo, mark, is_resumed = answer
@@ -146,15 +156,15 @@ class Scripts:
         )
 
     async def renew(self, lane: str, entry_ids: Sequence[str]) -> RenewResult:
-        """Renews the leases of the entries held in `lane`; answers those that need no renewing any more."""
+        """Renews the leases of the entries held in `lane`; answers those that could not be renewed."""
         lost: set[str] = set()
-        deleted: set[str] = set()
+        orphaned: set[str] = set()
         for start in range(0, len(entry_ids), MAX_IDS_PER_RENEWAL):
             some = entry_ids[start : start + MAX_IDS_PER_RENEWAL]
             answer = await self._run("renew", [self._keys.jobs(lane)], GROUP, self._consumer, *some)
             lost.update(entry_id.decode() for entry_id in answer[0])
-            deleted.update(entry_id.decode() for entry_id in answer[1])
-        return RenewResult(frozenset(lost), frozenset(deleted))
+            orphaned.update(entry_id.decode() for entry_id in answer[1])
+        return RenewResult(frozenset(lost), frozenset(orphaned))
 
     async def settle(
         self,
@@ -186,10 +196,12 @@ class Scripts:
         """Drops a duplicate or a conflict. False: the entry was not ours."""
         return bool(await self._run("drop", [self._keys.jobs(lane)], GROUP, self._consumer, entry_id) == 1)
 
-    async def hand_over(self, lane: str, entry_id: str, job_id: str, *, idle_ms: int, is_urgent: bool = True) -> bool:
+    async def hand_over(
+        self, lane: str, entry_id: str, job_id: str, *, idle_ms: int, is_urgent: bool = True
+    ) -> SettleStatus:
         """Gives an entry back as if it had been idle for `idle_ms`; a peer takes it once that reaches its lease.
 
-        `is_urgent` wakes the peers. False: the entry was not ours.
+        `is_urgent` wakes the peers.
         """
         keys = self._keys
         answer = await self._run(
@@ -197,7 +209,7 @@ class Scripts:
             [keys.jobs(lane), keys.state(job_id), keys.control],
             *(GROUP, self._consumer, entry_id, lane, HANDOVER, idle_ms, "1" if is_urgent else "0"),
         )
-        return bool(answer == 1)
+        return SettleStatus(answer.decode())
 
     async def peek_oldest(self, lane: str, known_entry_id: str = "") -> tuple[int, str | None, list[bytes] | None]:
         """Length of the lane, id of its oldest undelivered entry, and its fields (unless it is the known one)."""

@@ -10,7 +10,7 @@ from ops.bench.peers import build_model
 from ops.bench.work import num_layer_parameters, num_operations, slot_bytes, step_weight_bytes
 from ops.bench.workload import Lengths
 from tests.tiny_checkpoint import write_tiny_checkpoint
-from worker.engine_builder import num_parameters
+from worker.engine_sizes import num_parameters
 
 
 @pytest.fixture

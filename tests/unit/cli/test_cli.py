@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import click
@@ -10,7 +11,11 @@ import pytest
 
 from ops.cli import COMMANDS
 from ops.cli import pagemill as group
+from ops.server import own_command
+from tests.conftest import server_command
+from tests.e2e.workers import eventually
 from tests.unit.cli.conftest import Pagemill
+from worker.embedded import EmbeddedServer, is_in_use
 from worker.settings import Settings, shown_default
 from worker.settings_words import env_name, flag_name
 
@@ -118,8 +123,8 @@ def test_without_a_server_it_says_how_to_start_one(pagemill: Pagemill, tmp_path:
         result = pagemill(*words)
         assert (result.code, result.out) == (2, "")
         assert result.err == (
-            "pagemill: no server found: no --redis-url, and no embedded server has left its address in "
-            f"{tmp_path}/data/redis.url; start one with `pagemill serve`\n"
+            "pagemill: no worker runs here: no --redis-url, and no embedded server has left its address in "
+            f"{tmp_path}/data/redis.url; start one with `{own_command()} serve`\n"
         )
 
 
@@ -142,11 +147,39 @@ def test_a_server_that_cant_be_used_is_one_line_without_its_password(
     assert "hunter2" not in result.err
 
 
-def test_the_embedded_server_is_found_by_the_address_that_it_left(
-    pagemill: Pagemill, server: object, server_url: str, tmp_path: Path
-) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "redis.url").write_text(server_url + "\n")
-    assert pagemill("redis", "PING").out == "PONG\n"
-    elsewhere = tmp_path / "elsewhere"
-    assert pagemill("redis", "--data-dir", str(elsewhere), "PING").code == 2
+def test_the_embedded_server_is_found_by_the_address_that_it_left(pagemill: Pagemill, tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path / "data", server_command("valkey-9.1")):
+        assert pagemill("redis", "PING").out == "PONG\n"
+        elsewhere = tmp_path / "elsewhere"
+        assert pagemill("redis", "--data-dir", str(elsewhere), "PING").code == 2
+
+
+@pytest.mark.parametrize(
+    "words", [["enqueue", "hi"], ["jobs"], ["workers"], ["dead"], ["cancel", "x"], ["redis", "PING"]]
+)
+def test_an_address_that_is_left_over_is_told_as_such(pagemill: Pagemill, tmp_path: Path, words: list[str]) -> None:
+    with EmbeddedServer(tmp_path / "data", server_command("valkey-9.1")) as server:
+        address = server.url_file.read_text()
+    eventually(lambda: not is_in_use(tmp_path / "data"), "the folder to be free")
+    server.url_file.write_text(address)
+    result = pagemill(*words)
+    assert (result.code, result.out) == (2, "")
+    assert result.err == (
+        f"pagemill: no worker runs here: no --redis-url, and {server.url_file} is left over from one that was killed; "
+        f"start one with `{own_command()} serve`\n"
+    )
+
+
+def test_this_program_is_named_as_a_shell_here_finds_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    scripts = Path(sysconfig.get_path("scripts"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.chdir(scripts.parent.parent)
+    assert own_command() == f"{scripts.parent.name}/{scripts.name}/pagemill"
+    monkeypatch.chdir(tmp_path)
+    assert own_command() == str(scripts / "pagemill")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "pagemill").symlink_to(scripts / "pagemill")
+    assert own_command() == "pagemill"
+    (tmp_path / "pagemill").unlink()
+    (tmp_path / "pagemill").touch(mode=0o755)
+    assert own_command() == str(scripts / "pagemill")

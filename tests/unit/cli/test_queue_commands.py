@@ -12,6 +12,7 @@ import pytest
 from redis import Redis
 
 from tests.unit.cli.conftest import Pagemill, Server
+from worker.protocol import digest_of
 from worker.streams.keys import TERMINAL_SEQ, QueueKeys
 
 pytestmark = pytest.mark.usefixtures("at_server")
@@ -114,6 +115,112 @@ def test_cancel_marks_a_job(pagemill: Pagemill, server: Server) -> None:
     assert [fields for _, fields in server.xrange(KEYS.control)] == [{b"op": b"cancel", b"id": b"abc"}]
 
 
+def test_cancelling_a_job_that_nobody_knows_says_so(pagemill: Pagemill, server: Server) -> None:
+    """It may wait in a lane, so the mark is set all the same."""
+    result = pagemill("cancel", "abc")
+    assert result.code == 0
+    assert "No worker of queue smollm2 has taken a job abc" in result.err
+    assert server.get(KEYS.cancel("abc")) is not None
+    server.hset(KEYS.state("run"), "status", "running")
+    assert pagemill("cancel", "run").err == ""
+
+
+def test_cancelling_a_job_that_has_ended_sets_no_mark(pagemill: Pagemill, server: Server) -> None:
+    server.hset(KEYS.state("old"), "status", "done")
+    result = pagemill("cancel", "old")
+    assert (result.code, result.out) == (1, "")
+    assert result.err == "pagemill: old has ended already (done): there is nothing to cancel\n"
+    assert server.get(KEYS.cancel("old")) is None
+
+
+@pytest.mark.parametrize("command", [("cancel",), ("enqueue", "hello", "--id")])
+@pytest.mark.parametrize("job_id", ["bad id", "", "x" * 65, "caf\udce9", "a:b"])
+def test_an_id_that_no_job_can_have_is_refused(
+    pagemill: Pagemill, server: Server, command: tuple[str, ...], job_id: str
+) -> None:
+    result = pagemill(*command, job_id)
+    assert (result.code, result.out) == (2, "")
+    assert "can't be used: use 1 to 64 of A-Z a-z 0-9 _ -" in result.err
+    assert server.keys() == []
+
+
+def test_an_id_of_another_job_is_refused_before_anything_is_sent(pagemill: Pagemill, server: Server) -> None:
+    server.hset(KEYS.state("mine"), mapping={"status": "done", "digest": "of something else"})
+    server.xadd(KEYS.reply("mine"), {"e": "end", "text": "not this"}, id=f"7-{TERMINAL_SEQ}")
+    result = pagemill("enqueue", "--id", "mine", "hello")
+    assert (result.code, result.out) == (2, "")
+    assert "the id mine belongs to another job: send this one with another id" in result.err
+    assert server.exists(KEYS.jobs("normal")) == 0
+
+
+def test_the_same_job_again_under_its_id_shows_its_reply(pagemill: Pagemill, server: Server, server_url: str) -> None:
+    job = {b"id": b"mine", b"prompt": b"one", b"max_tokens": b"4"}
+    server.hset(KEYS.state("mine"), mapping={"status": "done", "digest": digest_of(job)})
+    with HandWorker(server_url, [OPEN, end(text="two")]):
+        result = pagemill("enqueue", "--raw", "--id", "mine", "--max-tokens", "4", "one")
+    assert (result.code, result.out) == (0, "two\n")
+
+
+def test_an_id_that_another_job_takes_in_the_queue_is_told(pagemill: Pagemill, server: Server, server_url: str) -> None:
+    """That one was sent before and is opened first; nothing of its reply is shown."""
+
+    class Impostor(HandWorker):
+        def _work(self) -> None:
+            with Redis.from_url(server_url, protocol=2) as connection:
+                sender: Server = connection
+                sender.xread({KEYS.jobs("normal"): "0-0"}, count=1, block=20_000)
+                sender.hset(KEYS.state("mine"), mapping={"status": "running", "digest": "of something else"})
+                for event_id, fields in self._events:
+                    sender.xadd(KEYS.reply("mine"), dict(fields), id=event_id)
+
+    with Impostor(server_url, [OPEN, end(text="not this")]):
+        result = pagemill("enqueue", "--id", "mine", "hello")
+    assert (result.code, result.out) == (2, "")
+    assert "belongs to another job" in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("enqueue", "--raw", "caf\udce9"), "TEXT is not UTF-8 at byte 3"),
+        (("enqueue", "hi", "--system", "\udcff"), "--system is not UTF-8 at byte 0"),
+        (("enqueue", "hi", "--field", "stop=\udcff"), "--field is not UTF-8 at byte 5"),
+        (("cancel", "a", "--reason", "\udcff"), "--reason is not UTF-8 at byte 0"),
+        (("dead", "caf\udce9"), "is no entry id"),
+    ],
+)
+def test_bytes_that_are_no_utf8_are_refused_by_name(
+    pagemill: Pagemill, server: Server, words: tuple[str, ...], what: str
+) -> None:
+    result = pagemill(*words)
+    assert (result.code, result.out) == (2, "")
+    assert what in result.err
+    assert server.keys() == []
+
+
+def test_standard_input_that_is_no_utf8_is_refused(server: Server, server_url: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "ops.cli", "enqueue", "-"],
+        env={**os.environ, "PAGEMILL_REDIS_URL": server_url},
+        input=b"caf\xe9",
+        capture_output=True,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert b"standard input is not UTF-8 at byte 3: convert it first" in result.stderr
+    assert server.keys() == []
+
+
+def test_commands_name_a_key_that_holds_something_else(pagemill: Pagemill, server: Server) -> None:
+    for key in (KEYS.jobs("high"), KEYS.workers, KEYS.dead):
+        server.set(key, "something else")
+    assert f"{KEYS.workers} holds something else" in pagemill("workers").err
+    assert f"{KEYS.dead} holds something else" in pagemill("dead").err
+    jobs = pagemill("jobs")
+    assert jobs.code == 0
+    assert f"{KEYS.jobs('high')} holds a string: RENAME or DEL it" in jobs.out
+
+
 def test_jobs_shows_lanes_unfinished_jobs_and_outcomes(pagemill: Pagemill, server: Server) -> None:
     for lane, count in (("high", 1), ("normal", 3)):
         server.xgroup_create(KEYS.jobs(lane), "workers", "0", mkstream=True)
@@ -137,7 +244,7 @@ def test_workers_shows_the_registry_and_what_each_says(pagemill: Pagemill, serve
     server.hset(KEYS.worker("w1"), mapping={"running": "3", "model": "smollm2", "kv_use": "0.5", "beat": "1"})
     header, *rows = [line.split("\t") for line in pagemill("workers").out.splitlines()]
     assert header == ["worker", "last beat", "model", "running", "kv_use"]
-    assert [[row[0], *row[2:]] for row in rows] == [["lost", "", "", ""], ["w1", "smollm2", "3", "0.5"]]
+    assert [[row[0], *row[2:]] for row in rows] == [["w1", "smollm2", "3", "0.5"]], "who missed three beats is gone"
     assert rows[0][1].endswith(("s ago", "min ago"))
 
 

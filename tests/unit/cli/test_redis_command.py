@@ -80,6 +80,17 @@ def test_a_url_with_user_password_and_database_logs_in(pagemill: Pagemill, serve
     assert "WRONGPASS" in wrong.err
 
 
+def test_a_url_that_can_not_be_read_shows_nothing_of_its_password(
+    pagemill: Pagemill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parser's own words would: it takes what stands before a slash for a port."""
+    monkeypatch.setenv("PAGEMILL_REDIS_URL", "redis://user:hunter/2@host:6379/0")
+    result = pagemill("redis", "PING")
+    assert result.code == 2
+    assert "is no Redis URL" in result.err
+    assert "hunter" not in result.err
+
+
 def test_a_command_is_encoded_by_its_bytes() -> None:
     assert encode(["GET", "é", b"\xff"]) == b"*3\r\n$3\r\nGET\r\n$2\r\n\xc3\xa9\r\n$1\r\n\xff\r\n"
 

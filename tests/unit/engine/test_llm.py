@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from model.decoder import Decoder
 from model.input_batch import SamplingRows
 from model.model_runner import ModelRunner
 from model.sampler import Sampler
@@ -219,3 +220,89 @@ def test_best_of_as_many_as_are_returned_changes_nothing(llm: LLM) -> None:
 def test_numbers_of_choices_out_of_range_are_refused(fields: dict[str, int], words: str) -> None:
     with pytest.raises(InvalidSamplingParamsError, match=words):
         SamplingParams(**fields)  # type: ignore[arg-type]  # a mix of fields, all whole numbers
+
+
+BEAMS = SamplingParams(beam_width=4, n=3, max_tokens=20, ignore_eos=True)
+
+
+def test_beam_search_returns_the_n_best_with_their_log_probabilities(llm: LLM) -> None:
+    prompts = ["which is likeliest", "and of this"]
+    for prompt, completion in zip(prompts, llm.generate(prompts, BEAMS), strict=True):
+        choices = completion.choices
+        assert len({choice.token_ids for choice in choices}) == 3
+        assert all(choice.text == llm.tokenizer.decode(choice.token_ids) for choice in choices)
+        scores = [choice.score for choice in choices]
+        assert scores == sorted(scores, key=lambda score: -(score or 0.0))
+        for choice in choices:
+            assert choice.logprob is not None
+            assert choice.score == pytest.approx(choice.logprob / 20)
+        (greedy,) = llm.generate(prompt, replace(GREEDY, max_tokens=20, best_of=2))
+        assert greedy.choices[0].logprob is not None
+        assert choices[0].logprob is not None
+        assert choices[0].logprob >= greedy.choices[0].logprob - 1e-6
+
+
+def test_four_beams_of_a_long_prompt_take_little_more_than_one_sequence(llm: LLM) -> None:
+    """Of 15 blocks of a prompt and 2 of a reply four sequences would take 68; beams share all but the reply's."""
+    prompt = list(range(40, 240)) + list(range(40, 80))
+    (completion,) = llm.generate([prompt], replace(BEAMS, max_tokens=32))
+    assert completion.stats is not None
+    assert 3 * 15 <= completion.stats.num_saved_blocks <= 3 * 17
+    assert llm.engine.stats().num_saved_blocks == 0
+
+
+def test_a_stop_token_ends_a_hypothesis_and_is_no_part_of_its_text(llm: LLM) -> None:
+    (free,) = llm.generate("where to stop", BEAMS)
+    stop = free.choices[0].token_ids[4]
+    (cut,) = llm.generate("where to stop", replace(BEAMS, stop_token_ids=(stop,), length_penalty=-5.0))
+    first = cut.choices[0]
+    assert first.finish_reason is FinishReason.STOP
+    assert first.token_ids[-1] == stop
+    assert first.text == llm.tokenizer.decode(first.token_ids[:-1])
+    assert cut.choices[0].token_ids.count(stop) == 1
+
+
+def test_beams_whose_step_is_split_for_want_of_memory_find_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (whole,) = llm.generate("what is likeliest", BEAMS)
+    num_splits, hidden, limit = llm.engine.stats().num_step_splits, Decoder.hidden, 3
+
+    def short_of_memory(self: Decoder, input_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if len(input_ids) > limit:
+            raise torch.OutOfMemoryError(f"no memory for {len(input_ids)} tokens")
+        return hidden(self, input_ids, *rest)
+
+    monkeypatch.setattr(Decoder, "hidden", short_of_memory)
+    (parts,) = llm.generate("what is likeliest", BEAMS)
+    assert [choice.token_ids for choice in parts.choices] == [choice.token_ids for choice in whole.choices]
+    assert llm.engine.stats().num_step_splits > num_splits
+    limit = 0
+    (failed,) = llm.generate("and of this", BEAMS)
+    (only,) = failed.choices
+    assert only.finish_reason is FinishReason.ERROR
+    assert "out of memory" in (only.error or "")
+    assert not llm.engine.has_work
+
+
+def test_beams_that_never_fit_are_refused_with_numbers_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"4 beams of 5 prompt tokens and up to 200 more may hold 52 blocks .* has 32"):
+        llm.generate([[1, 2, 3, 4, 5]], replace(BEAMS, max_tokens=200))
+    with pytest.raises(ValueError, match="beam_width is 16, but at most 8 sequences run at once"):
+        llm.generate("x", replace(BEAMS, beam_width=16))
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"beam_width": 0}, "from 1 .no beam search. to 16"),
+        ({"beam_width": 17}, "from 1 .no beam search. to 16"),
+        ({"beam_width": 2, "n": 3}, "use an n up to beam_width"),
+        ({"beam_width": 3, "best_of": 3}, "leave one of them out"),
+        ({"beam_width": 3, "stop": ("x",)}, "use stop_token_ids"),
+        ({"length_penalty": math.nan}, "length_penalty is nan"),
+        ({"early_stopping": "always"}, "use true, false or never"),
+    ],
+)
+def test_what_beam_search_can_not_do_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidSamplingParamsError, match=words):
+        SamplingParams(**fields)

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 
 from model.kv_cache import KVCache
 from model.model_runner import ModelRunner
-from scheduler.output import FinishReason, TransferResult
+from scheduler.output import FinishReason, Transfer, TransferResult
 from scheduler.sampling_params import SamplingParams
 from scheduler.sequence import SequenceStatus
 from tests.tiny_checkpoint import write_tiny_checkpoint
@@ -18,6 +18,8 @@ from worker.engine import Engine, EngineRequest
 from worker.engine_builder import build_engine
 from worker.engine_config import EngineConfig, EngineInfo
 from worker.errors import StartupError
+from worker.memory import Headroom
+from worker.startup_memory import REST_BYTES
 
 NUM_NEW_TOKENS = 40
 TINY_BLOCK_BYTES = 2 * 2 * 8 * 16 * 4
@@ -121,6 +123,31 @@ def test_swapping_changes_no_token_and_recomputes_none(
     assert stats.num_used_cpu_blocks == 0
 
 
+@pytest.mark.parametrize(("swap_step_mib", "max_blocks"), [(1e-6, 1), (3 * TINY_BLOCK_BYTES / 2**20, 3), (0.0, 16)])
+def test_a_step_copies_no_more_of_real_blocks_than_it_may(
+    config: EngineConfig,
+    requests: list[EngineRequest],
+    undisturbed: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    swap_step_mib: float,
+    max_blocks: int,
+) -> None:
+    engine, info = made(replace(config, swap_step_mib=swap_step_mib))
+    assert info.kv_bytes_per_block == TINY_BLOCK_BYTES
+    cache, copied = cache_of(engine), list[int]()
+    begin = cache.begin_transfers
+
+    def begin_and_count(outs: Sequence[Transfer], ins: Sequence[Transfer]) -> None:
+        copied.extend(sum(len(transfer.copies) for transfer in way) for way in (outs, ins))
+        begin(outs, ins)
+
+    monkeypatch.setattr(cache, "begin_transfers", begin_and_count)
+    assert served(engine, requests) == undisturbed
+    assert 0 < max(copied) <= max_blocks
+    assert max_blocks < 16 or max(copied) > 3
+    assert engine.stats().num_recomputed_tokens == 0
+
+
 def test_damage_in_the_cpu_tier_is_recomputed_and_never_served(
     config: EngineConfig, requests: list[EngineRequest], undisturbed: dict[str, list[int]]
 ) -> None:
@@ -220,8 +247,8 @@ def test_the_swap_space_can_be_told_in_gib(config: EngineConfig) -> None:
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> int:
     """A machine with little more free memory than what a process takes beside its weights."""
-    free = (600 << 20) + (4 << 20)
-    monkeypatch.setattr("worker.engine_builder.available_bytes", lambda: free)
+    free = REST_BYTES + (4 << 20)
+    monkeypatch.setattr("worker.engine_sizes.headroom", lambda: Headroom(free, "the machine's memory"))
     return free
 
 

@@ -1,6 +1,7 @@
 """Reading config.json."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +146,61 @@ def test_what_the_decoder_does_not_compute_is_refused_by_name(
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
         ({"rope_scaling": {"type": "linear", "factor": "x"}}, "factor is 'x'"),
         ({"rope_scaling": [1]}, r"rope_scaling is \[1\]"),
+        ({"max_position_embeddings": 1}, "max_position_embeddings is 1: it must be at least 2"),
+        ({"partial_rotary_factor": 0.01}, "partial_rotary_factor is 0.01, so that 0 of the 16 elements"),
+        ({"partial_rotary_factor": 0.2}, "so that 3 of the 16 elements"),
+        ({"partial_rotary_factor": 1.5}, "an even number from 2 to 16"),
+        ({"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_theta is 1.0: with yarn"),
     ],
 )
 def test_a_senseless_value_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CorruptCheckpointError, match=message):
         _read(tmp_path, LLAMA | changes)
+
+
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 512,
+}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 32, "beta_slow": 1, "attention_factor": 1.0},
+    "longrope": LONGROPE,
+    "llama3": LLAMA3_ROPE,
+}
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, math.nan, math.inf, True], ids=repr)
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_a_scaling_that_can_not_be_computed_names_the_file_the_field_and_what_is_allowed(
+    tmp_path: Path, kind: str, wrong: float
+) -> None:
+    assert _read(tmp_path, LLAMA | {"rope_scaling": SCALINGS[kind]}).rope.kind == kind
+    for name, value in SCALINGS[kind].items():
+        if name == "rope_type":
+            continue
+        senseless = [wrong] * len(value) if isinstance(value, list) else wrong
+        with pytest.raises(CorruptCheckpointError, match=rf"config\.json: .*\b{name} is .*: it must be "):
+            _read(tmp_path, LLAMA | {"rope_scaling": SCALINGS[kind] | {name: senseless}})
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"rope_type": "linear"}, r"config\.json: RoPE scaling of kind 'linear' lacks factor"),
+        ({"rope_type": "dynamic"}, "lacks factor"),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 8}, "lacks long_factor"),
+        ({"rope_type": "llama3", "factor": 2.0}, "lacks low_freq_factor"),
+        (LONGROPE | {"long_factor": [1.0] * 7}, "long_factor is a list of 7: it must be a list of 8 numbers above 0"),
+        (LLAMA3_ROPE | {"high_freq_factor": 1.0}, "high_freq_factor is 1.0: .* above low_freq_factor, which is 1.0"),
+    ],
+)
+def test_a_scaling_without_its_numbers_is_refused(tmp_path: Path, scaling: dict[str, Any], message: str) -> None:
+    with pytest.raises(CorruptCheckpointError, match=message):
+        _read(tmp_path, LLAMA | {"rope_scaling": scaling})
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000])

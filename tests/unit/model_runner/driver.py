@@ -10,8 +10,9 @@ from model.config import ModelConfig
 from model.decoder import Decoder
 from model.kv_cache import KVCache
 from model.model_runner import ModelRunner, RunnerConfig
-from scheduler.output import BlockCopy, Chunk, ModelRunnerOutput, NewRow, SchedulerOutput
+from scheduler.output import BlockCopy, ModelRunnerOutput, NewBlocks, NewRow, SchedulerOutput
 from scheduler.sampling_params import SamplingParams
+from tests.unit.chunks import make_chunks
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -113,31 +114,33 @@ class Driver:
 
     def step(self, num_tokens: Mapping[str, int], block_copies: tuple[BlockCopy, ...] = ()) -> ModelRunnerOutput:
         """Compute so many tokens of each named sequence, in this order."""
-        chunks, new_rows = [], []
+        chunks, new_rows, new_blocks = [], [], []
         for seq_id, count in num_tokens.items():
             sequence = self.sequences[seq_id]
             end = sequence.num_computed + count
             needed = -(-end // self.block_size) - len(sequence.block_ids)
-            new_blocks = tuple(self.free_blocks.pop(0) for _ in range(needed))
-            sequence.block_ids.extend(new_blocks)
+            block_ids = tuple(self.free_blocks.pop(0) for _ in range(needed))
+            sequence.block_ids.extend(block_ids)
             if not sequence.has_row:
                 new_rows.append(_new_row(seq_id, sequence))
-                sequence.has_row, new_blocks = True, ()
+                sequence.has_row = True
+            elif block_ids:
+                new_blocks.append(NewBlocks(seq_id, block_ids))
             is_sampled = end == len(sequence.token_ids)
-            chunks.append(Chunk(seq_id, sequence.num_computed, count, new_blocks, is_sampled))
+            chunks.append((seq_id, sequence.num_computed, count, is_sampled))
             sequence.num_computed = end
         output = SchedulerOutput(
             step=self.num_steps,
-            chunks=tuple(chunks),
+            chunks=make_chunks(*chunks),
             new_rows=tuple(new_rows),
+            new_blocks=tuple(new_blocks),
             removed_ids=tuple(self.removed),
             block_copies=block_copies,
         )
         self.removed, self.num_steps = [], self.num_steps + 1
         self.decoder.recorded = []
         result = self.runner.execute(output)
-        sampled_ids = [chunk.seq_id for chunk in chunks if chunk.is_sampled]
-        for seq_id, logits in zip(sampled_ids, self.decoder.recorded, strict=True):
+        for seq_id, logits in zip(output.chunks.sampled_ids, self.decoder.recorded, strict=True):
             if seq_id in result.sampled:
                 self.sequences[seq_id].logits.append(logits)
                 self.sequences[seq_id].token_ids.append(result.sampled[seq_id])

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from model.input_batch import InputBatch, StepInputs
-from scheduler.output import Chunk, NewRow
+from scheduler.output import Chunks, NewRow
 from scheduler.sampling_params import SamplingParams
+from tests.unit.chunks import make_chunks
 
 BLOCK_SIZE = 8
 
@@ -25,7 +26,7 @@ def some_rows(rng: random.Random, num_rows: int) -> list[NewRow]:
     return rows
 
 
-def prepared(rows: list[NewRow], chunks: list[Chunk]) -> StepInputs:
+def prepared(rows: list[NewRow], chunks: Chunks) -> StepInputs:
     """A batch of these rows, and the step over these chunks."""
     batch = InputBatch(max_num_seqs=len(rows), max_model_len=64, block_size=BLOCK_SIZE, device=torch.device("cpu"))
     for row in rows:
@@ -40,38 +41,38 @@ def test_a_step_is_laid_out_token_by_token(seed: int, is_decode: bool) -> None:
     rng = random.Random(seed)
     rows = some_rows(rng, 7)
     chosen = rng.sample(rows, rng.randint(1, 7))
-    chunks = []
+    spelt = []
     for row in chosen:
         start = rng.randrange(len(row.token_ids))
         count = 1 if is_decode else rng.randint(1, len(row.token_ids) - start)
-        chunks.append(Chunk(row.seq_id, start, count, (), start + count == len(row.token_ids)))
-    inputs = prepared(rows, chunks)
+        spelt.append((row.seq_id, start, count, start + count == len(row.token_ids)))
+    inputs = prepared(rows, make_chunks(*spelt))
 
     ids, positions, slots, last_rows = [], [], [], []
-    for row, chunk in zip(chosen, chunks, strict=True):
-        for position in range(chunk.start, chunk.start + chunk.num_tokens):
+    for row, (_, start, count, _) in zip(chosen, spelt, strict=True):
+        for position in range(start, start + count):
             ids.append(row.token_ids[position])
             positions.append(position)
             slots.append(row.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
         last_rows.append(len(ids) - 1)
-    context_lens = [chunk.start + chunk.num_tokens for chunk in chunks]
+    context_lens = [start + count for _, start, count, _ in spelt]
     assert inputs.input_ids.tolist() == ids
     assert inputs.positions.tolist() == positions
     assert inputs.slot_mapping.tolist() == slots
     assert inputs.meta.query_starts.tolist() == [0, *(last + 1 for last in last_rows)]
     assert inputs.meta.context_lens.tolist() == context_lens
-    assert inputs.meta.max_query_len == max(chunk.num_tokens for chunk in chunks)
+    assert inputs.meta.max_query_len == max(count for _, _, count, _ in spelt)
     assert inputs.meta.max_context_len == max(context_lens)
     for table, row, length in zip(inputs.meta.block_tables.tolist(), chosen, context_lens, strict=True):
         num_blocks = -(-length // BLOCK_SIZE)
         assert table[:num_blocks] == list(row.block_ids[:num_blocks])
 
-    sampled = [number for number, chunk in enumerate(chunks) if chunk.is_sampled]
+    sampled = [number for number, (*_, is_sampled) in enumerate(spelt) if is_sampled]
     is_all = len(sampled) == len(ids)
     assert (inputs.logits_rows is None) == is_all
     if inputs.logits_rows is not None:
         assert inputs.logits_rows.tolist() == [last_rows[number] for number in sampled]
-    assert inputs.sampled_ids == [chunks[number].seq_id for number in sampled]
+    assert inputs.sampled_ids == [spelt[number][0] for number in sampled]
     assert inputs.sampling.positions.tolist() == [context_lens[number] for number in sampled]
     assert inputs.sampling.seeds.tolist() == [chosen[number].seed for number in sampled]
     assert inputs.sampling.top_k.tolist() == [chosen[number].sampling.top_k for number in sampled]
@@ -85,8 +86,8 @@ def test_a_drawn_token_is_the_next_step_s_input() -> None:
     sampling = SamplingParams(temperature=0)
     for seq_id, block in (("a", 1), ("b", 0)):
         batch.add(NewRow(seq_id, (5, 6, 7), 3, sampling, 0, (block,)))
-    inputs = batch.prepare([Chunk("b", 0, 3, (), True), Chunk("a", 1, 2, (), True)])
+    inputs = batch.prepare(make_chunks(("b", 0, 3, True), ("a", 1, 2, True)))
     batch.append_sampled(inputs, torch.tensor([-1, 42]).numpy())
-    following = batch.prepare([Chunk("a", 3, 1, (), True), Chunk("b", 3, 1, (), True)])
+    following = batch.prepare(make_chunks(("a", 3, 1, True), ("b", 3, 1, True)))
     assert following.input_ids.tolist() == [42, 0]
     assert following.slot_mapping.tolist() == [11, 3]

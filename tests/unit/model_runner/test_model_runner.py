@@ -10,7 +10,6 @@ from model.model_runner import RunnerConfig
 from model.weights import random_weights
 from scheduler.output import (
     BlockCopy,
-    Chunk,
     ModelRunnerOutput,
     NewRow,
     SchedulerOutput,
@@ -18,6 +17,7 @@ from scheduler.output import (
     TransferResult,
 )
 from scheduler.sampling_params import SamplingParams
+from tests.unit.chunks import make_chunks
 from tests.unit.model_runner.driver import GREEDY, Driver, random_prompt, tiny_config
 
 CONFIG = tiny_config()
@@ -202,14 +202,14 @@ def row(seq_id: str, num_tokens: int, block_ids: tuple[int, ...]) -> NewRow:
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        (SchedulerOutput(1, chunks=(Chunk("x", 0, 1, (), True),)), "'x' has no row"),
+        (SchedulerOutput(1, chunks=make_chunks(("x", 0, 1, True))), "'x' has no row"),
         (SchedulerOutput(1, removed_ids=("x",)), "'x' has no row"),
         (SchedulerOutput(1, new_rows=(row("a", 4, (0,)), row("a", 4, (1,)))), "'a' already has a row"),
         (SchedulerOutput(1, new_rows=tuple(row(str(i), 4, (i,)) for i in range(3))), "all 2 rows are taken"),
         (SchedulerOutput(1, new_rows=(row("a", 33, (0,)),)), "has 33 tokens, the runner's rows 32"),
         (SchedulerOutput(1, new_rows=(row("a", 4, (0, 1, 2, 3, 4)),)), "would hold 5 blocks, its row has 4"),
-        (SchedulerOutput(1, (Chunk("a", 0, 9, (), True),), (row("a", 9, (0,)),)), "passes its 1 blocks of 8 tokens"),
-        (SchedulerOutput(1, (Chunk("a", 4, 0, (), True),), (row("a", 4, (0,)),)), "is empty"),
+        (SchedulerOutput(1, make_chunks(("a", 0, 9, True)), (row("a", 9, (0,)),)), "passes its 1 blocks of 8 tokens"),
+        (SchedulerOutput(1, make_chunks(("a", 4, 0, True)), (row("a", 4, (0,)),)), "is empty"),
         (SchedulerOutput(1, swap_outs=(Transfer(1, (BlockCopy(0, 0),)),)), "no CPU tier"),
     ],
 )

@@ -1,7 +1,6 @@
 """Memory that runs out in a step: the step is computed in parts, and only who doesn't fit alone fails."""
 
 import random
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,9 +9,10 @@ from model.decoder import Decoder
 from model.layers import ForwardContext
 from model.model_runner import ModelRunner
 from model.step_splitter import compute_in_parts, is_out_of_memory
-from scheduler.output import Chunk, FinishReason, SequenceOutput
+from scheduler.output import Chunks, FinishReason, SequenceOutput
 from scheduler.sampling_params import SamplingParams
 from tests.tiny_checkpoint import write_tiny_checkpoint
+from tests.unit.chunks import chunk_rows, make_chunks
 from worker.engine import Engine, EngineRequest
 from worker.engine_builder import build_engine
 from worker.engine_config import EngineConfig
@@ -131,13 +131,13 @@ def test_a_request_that_does_not_fit_costs_few_tries() -> None:
     """512 tokens whose last one doesn't fit: halves, not one token after the other."""
     tries: list[int] = []
 
-    def compute(chunks: Sequence[Chunk]) -> dict[str, int]:
-        tries.append(sum(chunk.num_tokens for chunk in chunks))
-        if any(chunk.start + chunk.num_tokens == 512 for chunk in chunks):
+    def compute(chunks: Chunks) -> dict[str, int]:
+        tries.append(sum(chunks.num_tokens))
+        if chunks.starts[-1] + chunks.num_tokens[-1] == 512:
             raise MemoryError
         return {}
 
-    step = compute_in_parts([Chunk("a", 0, 512, (), True)], compute)
+    step = compute_in_parts(make_chunks(("a", 0, 512, True)), compute)
     assert tries == [512, 256, 256, 128, 128, 64, 64, 32, 32, 16, 16, 8, 8, 4, 4, 2, 2, 1, 1]
     assert list(step.failed) == ["a"]
     assert step.num_splits == 10
@@ -145,21 +145,21 @@ def test_a_request_that_does_not_fit_costs_few_tries() -> None:
 
 
 def test_pieces_cover_a_chunk_in_order_and_only_the_last_one_is_sampled() -> None:
-    done: list[Chunk] = []
+    done: list[tuple[str, int, int, bool]] = []
 
-    def compute(chunks: Sequence[Chunk]) -> dict[str, int]:
-        if len(chunks) > 1 or chunks[0].num_tokens > 3:
+    def compute(chunks: Chunks) -> dict[str, int]:
+        if len(chunks) > 1 or chunks.num_tokens[0] > 3:
             raise CUDA_ERROR
-        done.extend(chunks)
-        return {chunk.seq_id: 5 for chunk in chunks if chunk.is_sampled}
+        done.extend(chunk_rows(chunks))
+        return dict.fromkeys(chunks.sampled_ids, 5)
 
-    step = compute_in_parts([Chunk("a", 4, 7, (3,), True), Chunk("b", 0, 4, (1,), False)], compute)
+    step = compute_in_parts(make_chunks(("a", 4, 7, True), ("b", 0, 4, False)), compute)
     assert done == [
-        Chunk("a", 4, 3, (), False),
-        Chunk("a", 7, 2, (), False),
-        Chunk("a", 9, 2, (), True),
-        Chunk("b", 0, 2, (), False),
-        Chunk("b", 2, 2, (), False),
+        ("a", 4, 3, False),
+        ("a", 7, 2, False),
+        ("a", 9, 2, True),
+        ("b", 0, 2, False),
+        ("b", 2, 2, False),
     ]
     assert (step.drawn, step.failed) == ({"a": 5}, {})
 
@@ -171,8 +171,8 @@ def test_what_torch_says_of_a_block_too_large_counts_as_out_of_memory() -> None:
 
 
 def test_an_error_of_another_kind_is_no_shortage_of_memory() -> None:
-    def compute(chunks: Sequence[Chunk]) -> dict[str, int]:
+    def compute(chunks: Chunks) -> dict[str, int]:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     with pytest.raises(RuntimeError, match="mat1"):
-        compute_in_parts([Chunk("a", 0, 8, (), True)], compute)
+        compute_in_parts(make_chunks(("a", 0, 8, True)), compute)

@@ -1,11 +1,19 @@
 """Threads of a step, and the cache's memory."""
 
+import ctypes
+import errno
 import os
+import sys
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
+from model import memory
 from model.kv_cache import KVCache, kv_block_bytes
+from model.memory import allocate, take_pages
 from model.threads import num_physical_cores, set_num_threads
 from tests.unit.model_runner.driver import tiny_config
 
@@ -41,3 +49,73 @@ def test_a_block_takes_the_bytes_that_are_said(dtype: torch.dtype) -> None:
     assert cache.blocks.dtype == dtype
     assert cache.block_bytes == kv_block_bytes(config, 8, dtype) == cache.blocks.nbytes // 5
     assert cache.cpu_tier is None
+
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere zeros are written")
+
+
+def resident_bytes(tensor: torch.Tensor) -> int:
+    """How much of a tensor's memory is there, to within a page at each end: Linux keeps a word for each page."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    first, last = tensor.data_ptr() // page, (tensor.data_ptr() + tensor.nbytes - 1) // page
+    with Path("/proc/self/pagemap").open("rb") as file:
+        file.seek(8 * first)
+        words = file.read(8 * (last - first + 1))
+    return sum(words[at + 7] >> 7 for at in range(0, len(words), 8)) * page
+
+
+def wait_until_resident(tensor: torch.Tensor) -> None:
+    deadline = time.monotonic() + 60
+    while resident_bytes(tensor) < tensor.nbytes:
+        assert time.monotonic() < deadline, f"{resident_bytes(tensor)} of {tensor.nbytes} bytes are there"
+        time.sleep(0.01)
+
+
+@on_linux
+@pytest.mark.parametrize("num_bytes", [1, 3 * MIB + 5], ids=["a byte", "some pages"])
+def test_small_memory_is_all_there_when_it_was_taken(num_bytes: int) -> None:
+    tensor = allocate((num_bytes,), torch.uint8, CPU)
+    tensor[-1] = 7
+    address = tensor.data_ptr()
+    take_pages(tensor, 0)
+    assert resident_bytes(tensor) >= num_bytes
+    assert (tensor.data_ptr(), int(tensor[-1]), int(tensor.sum())) == (address, 7, 7)
+
+
+@on_linux
+def test_large_memory_comes_in_the_background_while_it_is_written_to() -> None:
+    """What steps write meanwhile stays, wherever the pages come at that moment."""
+    tensor = allocate((100 * MIB,), torch.uint8, CPU)
+    assert resident_bytes(tensor) < tensor.nbytes // 2
+    take_pages(tensor, 0)
+    for at in range(0, len(tensor), MIB):
+        tensor[at] = at // MIB
+    wait_until_resident(tensor)
+    assert tensor[::MIB].tolist() == list(range(100))
+    assert int(tensor.count_nonzero()) == 99
+
+
+def test_where_the_system_can_not_take_pages_zeros_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_madvise", lambda: None)
+    tensor = allocate((100 * MIB,), torch.uint8, CPU)
+    before = psutil.Process().memory_info().rss
+    take_pages(tensor, 0)
+    assert psutil.Process().memory_info().rss >= before + 90 * MIB
+    assert not tensor.any()
+
+
+def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system says so at the third piece."""
+    calls: list[int] = []
+
+    def madvise(address: int, num_bytes: int, advice: int) -> int:
+        calls.append(num_bytes)
+        ctypes.set_errno(errno.ENOMEM)
+        return 0 if len(calls) < 3 else -1
+
+    monkeypatch.setattr(memory, "_madvise", lambda: madvise)
+    with pytest.raises(MemoryError, match=f"unable to allocate {20 * MIB} bytes for the KV cache"):
+        take_pages(allocate((20 * MIB,), torch.uint8, CPU), 1)
+    assert len(calls) == 3

@@ -1,6 +1,7 @@
 """Whatever the bytes are, a job parses or ends with a JobError: nothing else ever leaves the parser."""
 
 import json
+import re
 import string
 from typing import Any
 
@@ -31,6 +32,10 @@ TREES = st.recursive(
 )
 
 
+# One of these verbs is in whatever tells its reader what to do.
+ADVICE = re.compile(r"\b(use|send|give|leave|set|SET|shorten|flatten|encode)\b")
+
+
 def parse(fields: dict[bytes, bytes], prompt_ref_value: bytes | None = None) -> GenerateRequest | JobError:
     envelope = parse_envelope("low", "1-1", fields, now_ms=5)
     try:
@@ -39,6 +44,7 @@ def parse(fields: dict[bytes, bytes], prompt_ref_value: bytes | None = None) -> 
         refused = error
     assert refused.code in ErrorCode
     assert refused.message.encode()
+    assert ADVICE.search(refused.message), f"it says nothing about what to do: {refused.message}"
     assert json.dumps(refused.details)
     return refused
 

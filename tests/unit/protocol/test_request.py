@@ -174,6 +174,14 @@ def test_the_model_is_checked_against_the_queues_names() -> None:
         (flat(prompt="x", top_p="0"), "top_p"),
         (flat(prompt="x", top_k="-1"), "top_k"),
         (flat(prompt="x", seed="9999999999999999999"), "seed"),
+        (flat(prompt="x", stream="0", beam_width="17"), "from 1 (no beam search) to 16"),
+        (flat(prompt="x", stream="0", beam_width="-1"), "beam_width"),
+        (flat(prompt="x", stream="0", beam_width="2", n="3"), "use an n up to beam_width"),
+        (flat(prompt="x", stream="0", beam_width="2", best_of="2"), "leave one of them out"),
+        (flat(prompt="x", stream="0", beam_width="2", stop="x"), "use stop_token_ids"),
+        (flat(prompt="x", stream="0", beam_width="2", length_penalty="11"), "length_penalty"),
+        (flat(prompt="x", stream="0", beam_width="2", early_stopping="maybe"), "1, 0 or never"),
+        (flat(prompt="x", beam_width="2"), "set stream to 0"),
         (flat(prompt="x", stop="[1]"), "stop"),
         (flat(prompt="x", stop=""), "stop"),
         (flat(prompt="x", stop_token_ids="[-1]"), "stop_token_ids"),
@@ -195,6 +203,7 @@ def test_the_model_is_checked_against_the_queues_names() -> None:
         (as_json({"prompt": "x", "max_tokens": 1.5}), "a fraction"),
         (as_json({"prompt": "x", "temperature": "1"}), "text"),
         (as_json({"prompt": "x", "stream": 2}), "stream"),
+        (as_json({"prompt": "x", "early_stopping": 2}), "early_stopping"),
         (as_json({"prompt": "x", "seed": 2**70}), "seed"),
         (as_json({"prompt": "x", "temperature": 10**60}), "temperature"),
         (as_msgpack({"prompt": b"x"}), "bytes"),
@@ -222,9 +231,25 @@ def test_a_huge_max_tokens_is_left_to_the_context_check() -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (flat(prompt="x", beam_width="0"), (1, 1.0, False)),
+        (flat(prompt="x", beam_width="1", length_penalty="2"), (1, 2.0, False)),
+        (flat(prompt="x", beam_width="4", stream="0"), (4, 1.0, False)),
+        (flat(prompt="x", beam_width="4", stream="0", early_stopping="1", length_penalty="-.5"), (4, -0.5, True)),
+        (flat(prompt="x", beam_width="4", stream="0", early_stopping="never"), (4, 1.0, "never")),
+        (as_json({"prompt": "x", "beam_width": 3, "stream": False, "early_stopping": "never"}), (3, 1.0, "never")),
+        (as_json({"prompt": "x", "beam_width": 3, "stream": False, "early_stopping": True}), (3, 1.0, True)),
+    ],
+)
+def test_a_beam_search_is_spelled_alike_in_both_forms(fields: dict[bytes, bytes], expected: tuple[Any, ...]) -> None:
+    sampling = parse(fields).sampling
+    assert (sampling.beam_width, sampling.length_penalty, sampling.early_stopping) == expected
+
+
+@pytest.mark.parametrize(
     ("name", "neutral", "asked"),
     [
-        ("beam_width", 1, 4),
         ("min_tokens", 0, 5),
         ("min_p", 0.0, 0.1),
         ("presence_penalty", 0.0, 1.0),

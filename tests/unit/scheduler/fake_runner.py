@@ -18,6 +18,7 @@ from zlib import crc32
 
 from scheduler import (
     ModelRunnerOutput,
+    SamplingParams,
     Scheduler,
     SchedulerOutput,
     Sequence,
@@ -25,7 +26,10 @@ from scheduler import (
     Transfer,
     TransferResult,
 )
+from scheduler.beam_search import BeamSearch, num_candidates
 from scheduler.invariants import check
+from scheduler.output import Candidate, Hypothesis
+from scheduler.stopping import end_tokens
 
 VOCAB_SIZE = 50
 
@@ -53,12 +57,33 @@ def generate(root: str, token_ids: Iterable[int], num_tokens: int) -> list[int]:
     return generated
 
 
+def candidates(print_: int, num: int) -> tuple[Candidate, ...]:
+    """What a beam may go on with after a prefix, by the made-up model: as good as never two equally likely."""
+    made = [Candidate(token, -(hash((print_, token, 1)) % 100_003) / 30_000) for token in range(VOCAB_SIZE)]
+    return tuple(sorted(made, key=lambda candidate: -candidate.logprob)[:num])
+
+
+def search(
+    root: str, prompt: list[int], sampling: SamplingParams, max_tokens: int, eos_token_ids: frozenset[int]
+) -> list[Hypothesis]:
+    """What beam search over the made-up model finds for a prompt, on its own."""
+    ends = end_tokens(sampling, eos_token_ids)
+    made = BeamSearch(sampling.beam_width, max_tokens, sampling.length_penalty, sampling.early_stopping)
+    beams: list[list[int]] = [[]]
+    while not made.is_done:
+        last = [fingerprint(root, prompt + beam)[-1] for beam in beams]
+        each = [candidates(print_, num_candidates(sampling.beam_width, len(ends))) for print_ in last]
+        beams = [[*beams[next_.parent], next_.token_id] for next_ in made.advance(each, beams, ends.get)]
+    return made.hypotheses[: sampling.n]
+
+
 @dataclass
 class Row:
     """What the runner keeps of one sequence."""
 
     prints: list[int]
     block_ids: list[int]
+    num_candidates: int
     num_computed_tokens: int | None = None
 
     @property
@@ -112,36 +137,50 @@ class FakeRunner:
             del self.rows[seq_id]
         for new in output.new_rows:
             assert new.seq_id not in self.rows, f"{new.seq_id} is new, but has a row"
-            self.rows[new.seq_id] = Row(fingerprint(self._root_of(new.seq_id), new.token_ids), list(new.block_ids))
+            prints = fingerprint(self._root_of(new.seq_id), new.token_ids)
+            self.rows[new.seq_id] = Row(prints, list(new.block_ids), new.num_candidates)
+        for chosen in output.row_tokens:
+            row = self.rows[chosen.seq_id]
+            assert row.num_candidates, f"{chosen} is no beam's"
+            assert chosen.position == row.num_tokens - 1, f"{chosen} of a row with {row.num_tokens} tokens"
+            row.prints[-1] = hash((row.prints[-2], chosen.token_id))
+        for new_blocks in output.new_blocks:
+            assert new_blocks.block_ids, f"{new_blocks} brings no blocks"
+            self.rows[new_blocks.seq_id].block_ids += new_blocks.block_ids
         self._begin_copies(output)
         self._copy_on_write(output)
         targets = {copy.dst for copying in self.copying if not copying.is_out for copy in copying.transfer.copies}
         written: set[tuple[int, int]] = set()
-        sampled = {}
-        for chunk in output.chunks:
-            row = self.rows[chunk.seq_id]
-            end = chunk.start + chunk.num_tokens
-            assert row.num_computed_tokens in (None, chunk.start), f"{chunk} of {row} leaves a gap"
-            row.block_ids += chunk.new_block_ids
-            assert chunk.num_tokens >= 1
+        sampled, found = {}, {}
+        chunks = output.chunks
+        for seq_id, start, count, is_sampled in zip(
+            chunks.seq_ids, chunks.starts, chunks.num_tokens, chunks.is_sampled, strict=True
+        ):
+            row = self.rows[seq_id]
+            end = start + count
+            chunk = f"chunk [{start}, {end}) of {seq_id}"
+            assert row.num_computed_tokens in (None, start), f"{chunk} of {row} leaves a gap"
+            assert count >= 1
             assert 0 <= len(row.block_ids) * self.block_size - end < self.block_size, f"{chunk} has {row.block_ids}"
-            for position in range(chunk.start, end):
+            for position in range(start, end):
                 slot = self._slot(row, position)
                 assert slot not in written, f"{slot} is written twice in step {output.step}"
                 assert slot[0] not in targets, f"{slot} is written while a copy into it is on its way"
                 written.add(slot)
                 self._memory[slot] = row.prints[position + 1]
             row.num_computed_tokens = end
-            self.num_tokens += chunk.num_tokens
-            assert chunk.is_sampled == (end == row.num_tokens), f"{chunk} of a row with {row.num_tokens} tokens"
-        for chunk in output.chunks:
-            if chunk.is_sampled and chunk.seq_id not in failing:
-                row = self.rows[chunk.seq_id]
-                self._verify(chunk.seq_id, row)
-                sampled[chunk.seq_id] = draw(row.prints[-1])
-                row.prints.append(hash((row.prints[-1], sampled[chunk.seq_id])))
-        assert len({chunk.seq_id for chunk in output.chunks}) == len(output.chunks), "a sequence has two chunks"
-        return ModelRunnerOutput(sampled, failing, self._end_copies())
+            self.num_tokens += count
+            assert is_sampled == (end == row.num_tokens), f"{chunk} of a row with {row.num_tokens} tokens"
+        for seq_id in chunks.sampled_ids:
+            if seq_id not in failing:
+                row = self.rows[seq_id]
+                self._verify(seq_id, row)
+                sampled[seq_id] = draw(row.prints[-1])
+                if row.num_candidates:
+                    found[seq_id] = candidates(row.prints[-1], row.num_candidates)
+                row.prints.append(hash((row.prints[-1], sampled[seq_id])))
+        assert len(set(chunks.seq_ids)) == len(chunks), "a sequence has two chunks"
+        return ModelRunnerOutput(sampled, failing, self._end_copies(), candidates=found)
 
     def _begin_copies(self, output: SchedulerOutput) -> None:
         rng = self.faults.rng
@@ -267,7 +306,7 @@ class Driver:
     def num_tokens_by_id(self) -> dict[str, int]:
         """What the last step computed, in its order."""
         assert self.last_output is not None
-        return {chunk.seq_id: chunk.num_tokens for chunk in self.last_output.chunks}
+        return dict(zip(self.last_output.chunks.seq_ids, self.last_output.chunks.num_tokens, strict=True))
 
     def num_blocks_by_id(self) -> dict[str, int]:
         """Blocks held now, best protected first."""

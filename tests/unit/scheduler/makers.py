@@ -18,6 +18,7 @@ def make_scheduler(
     num_cpu_blocks: int = 0,
     preemption_mode: PreemptionMode = PreemptionMode.AUTO,
     write_behind_blocks: int = 0,
+    swap_step_blocks: int = 0,
     scheduling_policy: str = DEFAULT_POLICY,
     scheduler_delay_factor: float = 0.0,
     target_itl_ms: float | None = None,
@@ -41,6 +42,7 @@ def make_scheduler(
             num_cpu_blocks,
             enable_prefix_caching=enable_prefix_caching,
             kv_block_bytes=block_size,
+            swap_step_blocks=swap_step_blocks,
         ),
     )
 

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler.config import CacheConfig
 from scheduler.kv_cache_manager import KVCacheManager
-from scheduler.output import Transfer, TransferResult
+from scheduler.output import BlockCopy, Transfer, TransferResult
 from scheduler.sampling_params import SamplingParams
 from scheduler.sequence import Sequence, SequenceStatus
 
@@ -66,8 +66,24 @@ def test_the_manager_counts_what_it_was_asked_for_and_what_it_found() -> None:
     assert [block.ref_cnt for block in second.block_table] == [2, 2]
 
 
+def test_who_shares_a_part_of_a_full_block_does_not_write_to_it_even_when_nobody_else_is_left() -> None:
+    """The prefix cache still knows it by what the other had written there."""
+    kv = KVCacheManager(CacheConfig(num_blocks=6, block_size=4))
+    parent, child = make("a", list(range(8))), make("b", [0, 1, 2, 3, 4, 5, 9])
+    assert kv.allocate_slots(parent, 8) == (0, 1)
+    parent.num_computed_tokens = 8
+    kv.seal_full_blocks(parent)
+    kv.fork(parent, child, 6)
+    kv.free(parent)
+    assert child.block_table[1].ref_cnt == 1
+    assert kv.allocate_slots(child, 1) == ()
+    assert kv.take_copies() == (BlockCopy(1, 2),)
+    assert child.block_table.block_ids() == (0, 2)
+    assert [block.block_id for block in kv.find_prefix(make("c", list(range(9))))] == [0, 1]
+
+
 class KVCacheMachine(RuleBasedStateMachine):
-    """Begins, grows, forks, swaps, fails and frees; few blocks and tokens, so that prefixes meet all the time.
+    """Begins, grows, forks, swaps, writes behind, fails and frees; few blocks and tokens, so that prefixes meet.
 
     `written` is the model: what each block would hold, told by what the sequences have computed into it; and
     `cpu_written` the same of the CPU tier. Copies are made when they end, which is as late as they may be.
@@ -77,6 +93,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         super().__init__()
         self.seqs: list[Sequence] = []
         self.away: list[Sequence] = []
+        self.sent_away: list[tuple[list[int], str]] = []
         self.transfers: list[tuple[bool, Transfer]] = []
         self.written: dict[tuple[int, int], tuple[Any, ...] | None] = {}
         self.cpu_written: dict[tuple[int, int], tuple[Any, ...] | None] = {}
@@ -99,6 +116,35 @@ class KVCacheMachine(RuleBasedStateMachine):
         for position in range(seq.num_computed_tokens):
             assert self.written[self.slot(seq, position)] == self.prefix(seq, position), "a hit on another prefix"
         self.compute(seq, len(tokens) - seq.num_computed_tokens)
+
+    @precondition(lambda self: self.sent_away)
+    @rule(data=st.data(), num_kept=st.integers(BLOCK_SIZE, 12))
+    def begin_in_the_cpu_tier(self, data: st.DataObject, num_kept: int) -> None:
+        """Admit a sequence that begins as one that was sent there, if more of that lies there than on the device."""
+        known, tenant = data.draw(st.sampled_from(self.sent_away))
+        tokens = [*known[:num_kept], 0]
+        seq = make(f"s{self.num_started + 1}", tokens, tenant)
+        hit = self.kv.find_prefix(seq)
+        num_needed = self.kv.num_blocks_for(len(tokens)) - len(hit) + sum(block.ref_cnt == 0 for block in hit)
+        if num_needed > self.kv.num_available_blocks or not self.kv.try_begin_tier_hit(seq, hit):
+            return
+        self.num_started += 1
+        assert seq.status is SequenceStatus.SWAPPING_IN
+        assert len(hit) * BLOCK_SIZE < seq.num_swapped_tokens < len(tokens)
+        self.away.append(seq)
+        self.take_transfers()
+
+    @precondition(lambda self: self.seqs and self.kv.prefix_cache is not None)
+    @rule(data=st.data(), num_blocks=st.integers(1, 3))
+    def write_behind(self, data: st.DataObject, num_blocks: int) -> None:
+        """Copy full blocks of a sequence that goes on meanwhile."""
+        seq = data.draw(st.sampled_from(self.seqs))
+        assert self.kv.swap is not None
+        num_full = min(seq.num_computed_tokens // BLOCK_SIZE, self.kv.swap.pool.num_free)
+        if num_full > seq.num_written_blocks:
+            assert self.kv.swap.write_behind(seq, num_full, num_blocks) <= num_blocks
+            self.sent_away.append((seq.token_ids.tolist(), seq.tenant))
+            self.take_transfers()
 
     @precondition(lambda self: self.seqs)
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5))
@@ -162,6 +208,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             return
         self.seqs.remove(seq)
         self.away.append(seq)
+        self.sent_away.append((seq.token_ids.tolist(), seq.tenant))
         seq.num_preemptions += 1
         self.take_transfers()
 

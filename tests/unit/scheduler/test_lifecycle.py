@@ -68,7 +68,7 @@ def test_an_abort_between_schedule_and_update_is_safe(num_steps: int) -> None:
         driver.step()
 
     def abort(output: SchedulerOutput) -> None:
-        assert "a" in {chunk.seq_id for chunk in output.chunks}
+        assert "a" in output.chunks.seq_ids
         assert driver.scheduler.abort("a")
 
     outputs = driver.step(between=abort)

@@ -1,6 +1,7 @@
 """Long random lives of the real scheduler, with all invariants after every call and every token checked."""
 
 import random
+import sys
 from collections import Counter
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from scheduler import (
     Sequence,
     Transfer,
 )
+from scheduler.beam_blocks import each_beam
 from scheduler.family import Family
 from scheduler.hit_sampling import HitSampler
 from scheduler.kv_cache_manager import KVCacheManager
@@ -53,6 +55,7 @@ class Params:
     max_delay: int = 0
     mode: PreemptionMode = PreemptionMode.AUTO
     write_behind: int = 0
+    swap_step: int = 0
     is_sampling: bool = False
     policy: str = DEFAULT_POLICY
     delay_factor: float = 0.0
@@ -61,6 +64,30 @@ class Params:
     @property
     def max_num_tokens(self) -> int:
         return min(120, self.num_blocks * self.block_size)
+
+    @property
+    def wanted(self) -> set[str]:
+        """What must have happened in a run, or it has shown nothing."""
+        events = set(EVENTS)
+        if self.budget < self.num_blocks * self.block_size:
+            # Else every step computes all that is known of whoever runs.
+            events |= HALF_COMPUTED_EVENTS
+        if self.block_size > 1:
+            # Else every block is full, and nobody writes to one that others hold too.
+            events.add("copied before a write")
+        if self.is_caching:
+            events |= CACHE_EVENTS
+        if self.num_cpu_blocks:
+            events |= SWAP_EVENTS
+            if self.is_caching and not self.is_hash_poor:
+                events |= SWAP_CACHE_EVENTS
+        if self.is_sampling:
+            events |= {"takes samples", "follows all"}
+        if self.write_behind:
+            events |= WRITE_BEHIND_EVENTS
+        if self.swap_step:
+            events |= STEP_LIMIT_EVENTS
+        return events
 
 
 PARAMS = [
@@ -83,9 +110,13 @@ PARAMS = [
     Params(32, 4, 32, 20, 20, is_hash_poor=True, num_cpu_blocks=24, max_delay=9, num_priorities=2, mode=SWAP),
     Params(64, 2, 24, 20, 28, num_cpu_blocks=40, max_delay=4, num_priorities=2),
     Params(16, 4, 16, 24, 16, num_cpu_blocks=12, max_delay=6, write_behind=2),
-    Params(32, 4, 32, 40, 24, num_cpu_blocks=30, max_delay=3, num_priorities=2, mode=SWAP, write_behind=8),
+    Params(32, 4, 32, 40, 24, num_cpu_blocks=24, max_delay=3, num_priorities=2, mode=SWAP, write_behind=8),
     Params(48, 2, 24, 20, 28, is_hash_poor=True, num_cpu_blocks=40, max_delay=2, mode=SWAP, write_behind=1),
     Params(32, 4, 16, 24, 20, num_cpu_blocks=16, max_delay=3, write_behind=2, is_sampling=True),
+    # Copies that take several steps to begin.
+    Params(32, 4, 32, 40, 24, num_cpu_blocks=14, max_delay=3, num_priorities=2, mode=SWAP, write_behind=8, swap_step=2),
+    Params(24, 4, 32, 40, 24, is_caching=False, num_cpu_blocks=16, max_delay=2, swap_step=1),
+    Params(64, 2, 24, 20, 28, num_cpu_blocks=40, num_priorities=2, swap_step=3),
     # Each order on its own, and with the waits and limits that only the time of a step brings about.
     Params(64, 2, 24, 20, 28, num_cpu_blocks=28, max_delay=4, policy="fcfs"),
     Params(64, 2, 24, 20, 28, num_cpu_blocks=28, max_delay=4, policy="priority", num_priorities=3),
@@ -95,23 +126,24 @@ PARAMS = [
     Params(64, 2, 24, 20, 28, num_cpu_blocks=28, max_delay=4, target_itl_ms=800, delay_factor=0.5),
 ]
 
-# What must have happened in a run, or it has shown nothing.
 EVENTS = {
-    "preempted", "aborted fresh", "aborted preempted", "aborted prefilling", "aborted decoding", "aborted in a step",
+    "preempted by recompute", "aborted fresh", "aborted preempted", "aborted decoding", "aborted in a step",
     "ended by eos", "ended by stop", "ended by length", "ended by error", "resumed", "ended on arrival",
-    "ended by deadline", "overdue fresh", "overdue prefilling", "overdue decoding", "overdue preempted",
-    "forked", "copied before a write",
+    "ended by deadline", "overdue fresh", "overdue decoding", "overdue preempted", "forked", "told to give way",
 }  # fmt: skip
+# Of a prompt of which a part is computed, between two steps.
+HALF_COMPUTED_EVENTS = {"aborted prefilling", "overdue prefilling"}
 CACHE_EVENTS = {"hit", "evicted"}
 SWAP_EVENTS = {
-    "swapped", "swapped out", "swapped in", "CPU tier full", "damaged", "no memory",
+    "preempted by swap", "swapped out", "swapped in", "CPU tier full", "damaged", "no memory",
     "aborted swapping out", "aborted swapped", "aborted swapping in", "sat out",
     "overdue swapping out", "overdue swapped", "overdue swapping in",
 }  # fmt: skip
 SWAP_CACHE_EVENTS = {"copied fewer out", "copied fewer in", "hit in the CPU tier"}
+STEP_LIMIT_EVENTS = {"swapped out in pieces", "swapped in in pieces"}
 WRITE_BEHIND_EVENTS = {"written behind", "copied at most one out", "preempted while written behind"}
 # Too rare to be sure of in a short run.
-RARE_EVENTS = {"overdue preempted", "overdue prefilling", "overdue swapping in"}
+RARE_EVENTS = {f"overdue {state}" for state in ("preempted", "prefilling", "swapped", "swapping in", "swapping out")}
 LONG_RUN = 20_000
 
 
@@ -150,6 +182,7 @@ class RandomLife:
             params.num_cpu_blocks,
             enable_prefix_caching=params.is_caching,
             kv_block_bytes=params.block_size,
+            swap_step_blocks=params.swap_step,
         )
         kv = KVCacheManager(cache, poor_hash if params.is_hash_poor else chain_hash)
         if params.is_sampling:
@@ -164,11 +197,14 @@ class RandomLife:
                 self.add()
                 if self.rng.random() < 0.2:
                     self.add_family()
+                self.add_more()
             states = sorted({self.state(seq) for seq in self.alive.values()})
             rarest = min(states, key=lambda each: self.events[f"aborted {each}"], default="")
             if states and (self.rng.random() < 0.08 or self.is_wanted(f"aborted {rarest}")):
                 state = self.rng.choice([rarest, self.rng.choice(states)])
                 self.abort(self.rng.choice([name for name, seq in self.alive.items() if self.state(seq) == state]))
+            if self.rng.random() < 0.02 or self.is_wanted("told to give way"):
+                self.have_one_give_way()
             self.pass_a_deadline()
             self.step()
         while self.driver.scheduler.has_work:
@@ -207,6 +243,12 @@ class RandomLife:
         self.driver.add(seq)
         self.alive[seq_id] = seq
         self.expected[seq_id] = tokens[num_before:]
+
+    def add_more(self) -> None:
+        """For lives with sequences of other kinds."""
+
+    def count_more(self) -> None:
+        """What else is to be counted in a step that is scheduled, but not updated."""
 
     def make_prompt(self) -> list[int]:
         rng = self.rng
@@ -254,11 +296,19 @@ class RandomLife:
             return seq.status.name.lower().replace("_", " ")
         return "preempted" if seq.num_preemptions else "fresh"
 
-    def abort(self, seq_id: str) -> None:
-        self.events[f"aborted {self.state(self.alive.pop(seq_id))}"] += 1
+    def abort(self, seq_id: str, *, is_in_step: bool = False) -> None:
+        """Between two steps, or while one computes it."""
+        state = self.state(self.alive.pop(seq_id))
+        self.events["aborted in a step" if is_in_step else f"aborted {state}"] += 1
         assert self.driver.scheduler.abort(seq_id)
         assert not self.driver.scheduler.abort(seq_id)
         self.aborted.add(seq_id)
+
+    def have_one_give_way(self) -> None:
+        """Preempt somebody for whom nobody lacks a block: those with a deadline are rarely victims otherwise."""
+        running = [seq.seq_id for seq in self.driver.scheduler.running if seq.deadline_s is not None]
+        if running:
+            self.events["told to give way"] += self.driver.scheduler.preempt(self.rng.choice(running))
 
     def is_wanted(self, event: str) -> bool:
         """Whether something that could happen now should: yes as long as it is rare, then sometimes."""
@@ -283,20 +333,19 @@ class RandomLife:
         before = scheduler.stats()
         failing = {}
         if len(scheduler.running) > 1 and rng.random() < 0.02:
-            failing[rng.choice([seq.seq_id for seq in scheduler.running])] = "no number to choose from"
+            failing[rng.choice([seq.seq_id for seq in each_beam(scheduler.running)])] = "no number to choose from"
 
         def between(output: SchedulerOutput) -> None:
             stats = scheduler.stats()
-            self.events["preempted"] += stats.num_preemptions_recompute - before.num_preemptions_recompute
+            self.events["preempted by recompute"] += stats.num_preemptions_recompute - before.num_preemptions_recompute
             self.count_swaps(output, before)
+            self.count_more()
             self.events["hit"] += stats.prefix_hit_tokens > before.prefix_hit_tokens
             self.events["forked"] += stats.num_forks - before.num_forks
             self.events["copied before a write"] += stats.num_copied_blocks - before.num_copied_blocks
             self.events["evicted"] += len(names_before - self.names())
             if output.chunks and rng.random() < 0.02:
-                seq_id = rng.choice(output.chunks).seq_id
-                self.abort(seq_id)
-                self.events["aborted in a step"] += 1
+                self.abort(rng.choice(output.chunks.seq_ids).partition("/")[0], is_in_step=True)  # a beam's search
 
         outputs = self.driver.step(failing, between)
         for seq_output in outputs:
@@ -312,18 +361,21 @@ class RandomLife:
         """What the swap tier did in a step that is scheduled, but not updated."""
         scheduler, events = self.driver.scheduler, self.events
         stats = scheduler.stats()
-        events["swapped"] += stats.num_preemptions_swap - before.num_preemptions_swap
+        events["preempted by swap"] += stats.num_preemptions_swap - before.num_preemptions_swap
         events["CPU tier full"] += stats.num_full_tier_recomputes - before.num_full_tier_recomputes
         num_written = stats.num_written_behind_blocks - before.num_written_behind_blocks
         assert num_written <= self.params.write_behind
         events["written behind"] += num_written
         events["takes samples" if scheduler.kv.sampler.is_sampling else "follows all"] += 1
         events["hit in the CPU tier"] += stats.prefix_tier_hit_tokens > before.prefix_tier_hit_tokens
-        num_chunks = {chunk.seq_id for chunk in output.chunks}
+        if self.params.swap_step:
+            assert max(output.num_swapped_blocks) <= self.params.swap_step
+        served_ids = set(output.chunks.seq_ids)
         is_spent = output.num_tokens == scheduler.config.max_num_batched_tokens
-        events["sat out"] += not is_spent and any(seq.seq_id not in num_chunks for seq in scheduler.running)
+        events["sat out"] += not is_spent and any(seq.seq_id not in served_ids for seq in scheduler.running)
         for seq in scheduler.moving.values():
             is_out = seq.status is SequenceStatus.SWAPPING_OUT
+            events[f"swapped {'out' if is_out else 'in'} in pieces"] += seq.num_transfers > 1
             events["preempted while written behind"] += is_out and seq.num_transfers > 1
             moved = [transfer for transfer in (*output.swap_outs, *output.swap_ins) if self.waits(seq, transfer)]
             for transfer in moved:
@@ -363,28 +415,22 @@ class RandomLife:
         assert stats.num_damaged_blocks == driver.runner.num_failed["damaged"]
 
 
-def live(params: Params, seed: int, num_steps: int) -> None:
-    """Run, and let any failure tell how to see it again."""
+def live(params: Params, seed: int, num_steps: int) -> str:
+    """Run, and let any failure tell how to see it again; how often each event came, with the seed."""
     life = RandomLife(params, seed)
     try:
         life.run(num_steps)
-        wanted = EVENTS | (CACHE_EVENTS if params.is_caching else set())
-        if params.num_cpu_blocks:
-            wanted |= SWAP_EVENTS | (SWAP_CACHE_EVENTS if params.is_caching and not params.is_hash_poor else set())
-        if params.is_sampling:
-            wanted |= {"takes samples", "follows all"}
-        if params.write_behind:
-            wanted |= WRITE_BEHIND_EVENTS
-        if num_steps < LONG_RUN:
-            wanted -= RARE_EVENTS
+        wanted = params.wanted - (RARE_EVENTS if num_steps < LONG_RUN else set())
         missing = {event for event in wanted if not life.events[event]}
         assert not missing, f"{missing} never came: this run has not seen it all: {dict(life.events)}"
     except AssertionError as error:
         error.add_note(f"RandomLife({params}, seed={seed}).run({num_steps}) at step {life.driver.now:.0f}")
         raise
+    counts = ", ".join(f"{event} {life.events[event]:,}" for event in sorted(params.wanted))
+    return f"seed {seed}, {num_steps:,} steps: {counts}"
 
 
-@pytest.mark.parametrize("index", [0, 3, 6, 7, 14, 15, 17, 18, 20, 21, 25, 26])
+@pytest.mark.parametrize("index", [0, 3, 6, 7, 14, 15, 17, 20, 21, 22, 28, 29])
 def test_a_random_life_keeps_every_invariant_and_every_token(index: int) -> None:
     live(PARAMS[index], random.randrange(10**6), num_steps=4_000)
 
@@ -392,5 +438,9 @@ def test_a_random_life_keeps_every_invariant_and_every_token(index: int) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(1_200)
 @pytest.mark.parametrize("index", range(len(PARAMS)))
-def test_a_long_random_life_keeps_every_invariant_and_every_token(index: int) -> None:
-    live(PARAMS[index], random.randrange(10**6), num_steps=LONG_RUN)
+def test_a_long_random_life_keeps_every_invariant_and_every_token(
+    index: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = live(PARAMS[index], random.randrange(10**6), num_steps=LONG_RUN)
+    with capsys.disabled():
+        sys.stdout.write(f"\nlife {index}, {counts}\n")

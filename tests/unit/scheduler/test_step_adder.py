@@ -8,7 +8,9 @@ from scheduler.policy import age_key
 from scheduler.preemption import RunningQueue
 from scheduler.sequence import Sequence
 from scheduler.step_adder import StepAdder
-from tests.unit.scheduler.makers import make_seq
+from tests.unit.chunks import chunk_rows
+from tests.unit.scheduler.fake_runner import Driver
+from tests.unit.scheduler.makers import make_scheduler, make_seq
 
 
 def make_waiting(seq_id: str, num_tokens: int, max_num_tokens: int = 1_000) -> Sequence:
@@ -71,3 +73,40 @@ def test_each_preemption_doubles_the_room_that_a_sequence_waits_for(num_preempti
         seq.num_preemptions = num_preemptions
         is_admitted = make_adder(num_blocks).try_admit(seq, is_alone=False)
         assert is_admitted == (num_blocks >= num_needed)
+
+
+def test_a_decode_passes_with_a_look_until_its_blocks_are_full() -> None:
+    """Of 4 + 9 tokens in blocks of 4, three begin a block; the row hears of each once, in the step that needs it."""
+    driver = Driver(make_scheduler(num_blocks=9, block_size=4))
+    driver.add(seq := make_seq("a", 4, 9, ignore_eos=True))
+    slots, rows, blocks = [], [], []
+    while "a" not in driver.ends:
+        driver.step()
+        assert driver.last_output is not None
+        slots.append(seq.num_decode_slots)
+        rows.append(len(driver.last_output.new_rows))
+        blocks.append([len(new.block_ids) for new in driver.last_output.new_blocks])
+    assert slots[:-1] == [4, 8, 8, 8, 8, 12, 12, 12]
+    assert rows == [1, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert blocks == [[], [1], [], [], [], [1], [], [], []]
+
+
+@pytest.mark.parametrize(("num_blocks", "may_lack"), [(3, False), (2, True)])
+def test_blocks_may_run_out_where_those_that_grow_want_more_than_are_free(num_blocks: int, may_lack: bool) -> None:
+    """A decode at the end of its only block wants one more, a prompt of 8 tokens of which none is computed two."""
+    adder, decode, prompt = make_adder(num_blocks), make_waiting("a", 4), make_waiting("b", 8)
+    assert make_adder(1).try_serve(decode, num_behind=0)
+    decode.num_computed_tokens = 4
+    decode.token_ids.append(1)
+    assert adder.may_lack_blocks([decode, prompt]) is may_lack
+
+
+def test_mere_decodes_are_served_as_far_as_the_budget_goes() -> None:
+    adder = make_adder(num_blocks=9, budget=2)
+    seqs = [make_waiting(name, 4) for name in "abc"]
+    adder.serve_decodes(seqs)
+    assert (adder.seqs, adder.num_tokens_left) == (seqs[:2], 0)
+    output = adder.build(1, ())
+    assert chunk_rows(output.chunks) == [("a", 0, 1, True), ("b", 0, 1, True)]
+    assert output.chunks.sampled_ids == ["a", "b"]
+    assert chunk_rows(output.chunks.part(1, 2)) == [("b", 0, 1, True)]

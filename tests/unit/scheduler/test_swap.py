@@ -330,7 +330,7 @@ def test_what_is_kept_for_one_that_sits_out_is_not_taken_by_those_behind_it() ->
     assert adder.try_reserve(second, num_behind=0)
     adder.num_tokens_left = 8
     assert not adder.try_reserve(third, num_behind=0), "it lacks two, and one is left"
-    assert adder.work == []
+    assert adder.seqs == []
 
 
 def test_one_that_is_swapped_comes_back_ahead_of_equal_newcomers() -> None:

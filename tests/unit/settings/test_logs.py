@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from tests.logging_state import logging_restored
 from worker.logs import configure_logging, get_logger
@@ -79,6 +81,48 @@ def test_passwords_in_urls_are_masked_in_values_messages_and_tracebacks() -> Non
         get_logger().exception("failed")
     assert "hunter2" not in stream.getvalue()
     assert stream.getvalue().count("redis://user:***@host:6379/0") >= 3
+
+
+URLS = {
+    "user and password": "redis://user:{}@host:6379/0",
+    "password alone": "rediss://:{}@[::1]:6379",
+    "unix socket": "unix://user:{}@/run/redis.sock",
+    "in a query": "unix:///run/redis.sock?db=1&password={}",
+    "first in a query": "redis://host?PASSWORD={}&db=0",
+    "another scheme": "redis+sentinel://user:{}@host",
+}
+
+
+@pytest.mark.parametrize("form", URLS)
+@given(middle=st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\r\n"), max_size=12))
+@example(middle="/#?@:% &")
+@example(middle=" with spaces ")
+def test_a_password_is_masked_whatever_it_holds_and_wherever_it_is_logged(form: str, middle: str) -> None:
+    """Nobody may have escaped it."""
+    url = URLS[form].format(f"hunter{middle}2secret")
+    with logging_restored():
+        stream = logged()
+        get_logger().info(
+            f"can't reach {url}", url=url, urls=[url], by_name={"a": (url, 5), url: None}, raw=url.encode()
+        )
+        get_logger().info("odd", error=OSError(url))
+        logging.getLogger("redis").warning("can't reach %s, trying again", url)
+        try:
+            raise ValueError(f"bad url {url}")
+        except ValueError:
+            get_logger().exception("failed")
+        assert "hunter" not in stream.getvalue()
+        assert "2secret" not in stream.getvalue()
+        assert len(lines(stream)) == 4
+
+
+def test_what_holds_no_password_is_logged_as_it_is() -> None:
+    stream = logged()
+    values = {"url": "http://127.0.0.1:9100", "names": ["a", "b"], "ratio": 0.5, "none": None, "is_up": True}
+    get_logger().info("see http://host:80/metrics", **values)
+    (event,) = lines(stream)
+    assert event["event"] == "see http://host:80/metrics"
+    assert {name: event[name] for name in values} == values
 
 
 def test_a_logger_made_before_the_set_up_follows_it() -> None:

@@ -71,7 +71,7 @@ def test_a_bad_value_is_refused_with_its_name_and_what_is_accepted(flags: dict[s
         ({"redis_url": "redis://h", "embedded": "true"}, "exclude each other"),
         ({"embedded": "false"}, "redis_url is missing"),
         ({"max_num_batched_tokens": "64"}, "below max_num_seqs"),
-        ({"max_model_len": "2048", "num_kv_blocks": "100"}, "more than the KV cache holds (1600 tokens)"),
+        ({"max_model_len": "2048", "num_kv_blocks": "100"}, "(1600 tokens): raise num_kv_blocks to 128 or lower"),
         ({"swap_space_gib": "1", "num_swap_blocks": "9"}, "swap_space_gib and num_swap_blocks exclude each other"),
         ({"swap_space_gib": "0", "preemption_mode": "swap"}, "preemption_mode is swap and the swap space 0"),
         ({"num_swap_blocks": "0", "preemption_mode": "swap"}, "preemption_mode is swap and the swap space 0"),

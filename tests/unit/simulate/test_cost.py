@@ -5,7 +5,8 @@ import pytest
 from ops.simulate.cost import CostModel
 from ops.simulate.errors import SimulateError
 from ops.simulate.presets import cost_model, figures_of, num_blocks_of
-from scheduler.output import BlockCopy, Chunk, SchedulerOutput, Transfer
+from scheduler.output import BlockCopy, SchedulerOutput, Transfer
+from tests.unit.chunks import make_chunks
 
 BLOCK_SIZE = 4
 MODEL = CostModel(
@@ -19,7 +20,7 @@ MODEL = CostModel(
     overhead_s=0.5,
 )
 # A decode of the tenth token, and tokens 5 to 7 of a prompt.
-CHUNKS = (Chunk("a", 9, 1, (), True), Chunk("b", 4, 3, (), False))
+CHUNKS = make_chunks(("a", 9, 1, True), ("b", 4, 3, False))
 
 
 def copies(count: int) -> tuple[BlockCopy, ...]:
@@ -40,7 +41,7 @@ def test_a_step_reads_the_weights_once_and_each_context_once() -> None:
 
 
 def test_a_long_prompt_is_bound_by_arithmetic() -> None:
-    cost = MODEL.step(SchedulerOutput(1, (Chunk("a", 0, 100, (), True),)), BLOCK_SIZE)
+    cost = MODEL.step(SchedulerOutput(1, make_chunks(("a", 0, 100, True))), BLOCK_SIZE)
     assert cost.read_s == pytest.approx(30)
     assert cost.compute_s == pytest.approx((1000 + 5050) / 20)
     assert cost.total_s == pytest.approx(302.5 + 0.5)

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from ops import cli
-from ops.simulate.report import LATENCY_COLUMNS, PREFIX_COLUMNS, TIME_COLUMNS, TOTAL_COLUMNS
+from ops.simulate.report import (
+    LATENCY_COLUMNS,
+    MODE_COLUMNS,
+    PREFIX_COLUMNS,
+    RATIO_COLUMNS,
+    TIME_COLUMNS,
+    TOTAL_COLUMNS,
+)
 from tests.unit.simulate.traces_at_hand import write_lines
 
 Simulate = Callable[..., tuple[int, str, str]]
@@ -111,6 +118,91 @@ def test_the_chrome_trace_is_written_beside_the_report(simulate: Simulate, chats
     )
 
 
+@pytest.fixture
+def growing(tmp_path: Path) -> Path:
+    """Forty requests at once that grow from a few tokens to some hundred."""
+    lines = [{"arrival_ms": n, "prompt_tokens": 20 + n, "output_tokens": 200 + 3 * n} for n in range(40)]
+    return write_lines(tmp_path / "growing.jsonl", lines)
+
+
+def test_the_modes_are_compared_in_one_run(simulate: Simulate, growing: Path) -> None:
+    result = simulate(growing, "--preset", "13b-a100", "--pool-share", 0.4, "--compare-modes")
+    report = report_of(result)
+    rows = [line.split("\t") for line in result[1].splitlines()[:-1]]
+    assert rows[0] == list(MODE_COLUMNS)
+    assert [row[0] for row in rows[1:4]] == ["swap", "recompute", "auto"]
+    assert rows[4] == list(RATIO_COLUMNS)
+    modes = report["result"]["modes"]
+    assert modes["swap"]["preemptions"]["swap"] > 0 == modes["swap"]["recomputed_tokens"]
+    assert modes["recompute"]["preemptions"]["recompute"] > 0 == sum(modes["recompute"]["swapped_bytes"].values())
+    best = max(modes[mode]["output_tokens_per_s"] for mode in ("swap", "recompute"))
+    ratio = modes["auto"]["output_tokens_per_s"] / best
+    assert report["result"]["auto_by_best"]["output_tokens_per_s"] == pytest.approx(ratio)
+    assert report["sizes"]["num_swap_blocks"] == report["sizes"]["needed_blocks"] > report["sizes"]["num_blocks"]
+
+
+def test_a_victim_goes_to_a_cpu_tier_of_the_given_size(simulate: Simulate, growing: Path) -> None:
+    words = [growing, "--preset", "13b-a100", "--num-blocks", 200, "--preemption-mode", "swap", "--write-behind-mib", 0]
+    ample, small, none = (
+        report_of(simulate(*words, *more))["result"]
+        for more in (
+            ["--num-swap-blocks", 800],
+            ["--num-swap-blocks", 30],
+            ["--preemption-mode", "auto", "--num-swap-blocks", 0],
+        )
+    )
+    assert (ample["preemptions"]["recompute"], ample["full_tier_recomputes"]) == (0, 0)
+    assert small["full_tier_recomputes"] == small["preemptions"]["recompute"] > 0 < small["preemptions"]["swap"]
+    assert none["preemptions"]["swap"] == 0 < none["preemptions"]["recompute"]
+    block_bytes = 800 * 1024 * 16
+    assert ample["swapped_bytes"]["out"] % block_bytes == 0 < ample["swapped_bytes"]["in"]
+    assert ample["swapped_bytes"]["written_behind"] == 0
+
+
+def test_the_engine_s_flags_reach_the_scheduler(simulate: Simulate, growing: Path) -> None:
+    words = ["--scheduling-policy", "fcfs", "--scheduler-delay-factor", 0.5, "--target-itl-ms", 30, "--num-blocks", 300]
+    words += [
+        "--num-swap-blocks",
+        300,
+        "--swap-step-mib",
+        100,
+        "--write-behind-mib",
+        25,
+        "--preemption-mode",
+        "recompute",
+    ]
+    sizes = report_of(simulate(growing, "--preset", "13b-a100", *words))["sizes"]
+    assert sizes["scheduling_policy"] == "fcfs"
+    assert (sizes["scheduler_delay_factor"], sizes["target_itl_ms"]) == (0.5, 30)
+    assert (sizes["num_swap_blocks"], sizes["swap_step_blocks"], sizes["write_behind_blocks"]) == (300, 8, 2)
+    assert sizes["preemption_mode"] == "recompute"
+
+
+def test_a_target_keeps_the_time_between_tokens_and_costs_time_before_them(simulate: Simulate, growing: Path) -> None:
+    words = [growing, "--preset", "13b-a100", "--num-blocks", 2000]
+    plain, aimed = (report_of(simulate(*words, *more))["result"]["latency_s"] for more in ([], ["--target-itl-ms", 16]))
+    assert aimed["inter_token"]["p95"] <= 0.016 < plain["inter_token"]["p95"]
+    assert aimed["ttft"]["p95"] > plain["ttft"]["p95"]
+
+
+def test_a_burst_comes_from_the_middle_of_the_trace_and_is_reported(simulate: Simulate, growing: Path) -> None:
+    result = simulate(growing, "--preset", "13b-a100", "--speed-up", 0.002, "--num-blocks", 2000, "--burst", 5)
+    burst = report_of(result)["result"]["burst"]
+    assert burst["burst_s"] == pytest.approx(20 * 0.001 / 0.002)
+    assert burst["before_tokens_per_s"] > 0
+    assert any(line.startswith("steps until 95 % of that are back\t") for line in result[1].splitlines())
+
+
+def test_the_json_object_is_written_to_a_file_as_well(simulate: Simulate, chats: Path, tmp_path: Path) -> None:
+    report = report_of(simulate(chats, "--requests", 5, "--json", tmp_path / "report.json"))
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+
+
+def test_replies_alone_can_be_made_longer(simulate: Simulate, chats: Path) -> None:
+    facts = report_of(simulate(chats, "--scale-replies", 2.5))["trace"]
+    assert (facts["prompt_tokens"], facts["output_tokens"]) == (512 * 165, 3000)
+
+
 def test_the_same_words_print_the_same_figures(simulate: Simulate, chats: Path) -> None:
     first, again = (report_of(simulate(chats, "--requests", 10, "--seed", 7)) for _ in range(2))
     del first["took_s"], again["took_s"]
@@ -125,6 +217,8 @@ def test_the_same_words_print_the_same_figures(simulate: Simulate, chats: Path) 
         (["{folder}/torn.jsonl"], "line 2 of {folder}/torn.jsonl is no JSON"),
         (["{folder}/chats.jsonl", "--preset", "cpu"], "the preset cpu needs --bandwidth-gb-s"),
         (["{folder}/chats.jsonl", "--num-blocks", "9", "--pool-share", "1"], "exclude each other"),
+        (["{folder}/chats.jsonl", "--compare-modes", "--burst", "3"], "--compare-modes makes three runs"),
+        (["{folder}/chats.jsonl", "--scheduling-policy", "lifo"], "lifo"),
         (["{folder}/chats.jsonl", "--num-blocks", "2"], "not one of 30 requests fits a pool of 2 blocks"),
         (["{folder}/chats.jsonl", "--chrome-trace", "{folder}/none/x.json"], "can't write {folder}/none/x.json"),
         (["{folder}/azure.csv", "--prefix-only"], "this trace (azure) has no hash_ids"),

@@ -58,7 +58,7 @@ class Watcher:
 
 
 def run_watched(trace: Trace, engine: EngineSizes) -> tuple[Watcher, Metrics, Simulation]:
-    scheduler = make_scheduler(trace, engine)
+    scheduler = make_scheduler(trace, engine, SLOW)
     watcher, metrics = Watcher(scheduler), Metrics(engine.block_size)
     simulation = Simulation(trace, scheduler, SLOW, [watcher, metrics])
     while simulation.advance():

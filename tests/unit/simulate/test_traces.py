@@ -102,8 +102,8 @@ def test_prompts_without_ids_share_nothing(write: Write) -> None:
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has a header and no requests"),
         ("TIMESTAMP,ContextTokens\n", "line 1 of {path} has no column GeneratedTokens"),
         (AZURE_TEXT + "2023-11-16 18:15:51\n", "line 4 of {path} has 1 of 3 columns"),
-        (AZURE_TEXT + "yesterday,1,1\n", "line 4 of {path}: Invalid isoformat string: 'yesterday'"),
-        (AZURE_TEXT + "2023-11-16 18:15:51,many,1\n", "line 4 of {path}: invalid literal for int"),
+        (AZURE_TEXT + "yesterday,1,1\n", "line 4 of {path}: TIMESTAMP is 'yesterday': use a time like"),
+        (AZURE_TEXT + "2023-11-16 18:15:51,many,1\n", "line 4 of {path}: ContextTokens is 'many': use a whole number"),
         (AZURE_TEXT + "2023-11-16 18:15:51,0,1\n", "line 4 of {path}: ContextTokens is 0: use 1 to 10000000"),
         ('{"arrival_ms": 1, "prompt_tokens": 1, "output_tokens": 1}\n{"arr', "line 2 of {path} is no JSON"),
         ("[1, 2]\n", "line 1 of {path}: use an object with arrival_ms"),
@@ -118,7 +118,10 @@ def test_prompts_without_ids_share_nothing(write: Write) -> None:
             '{"timestamp": 1, "input_length": 600, "output_length": 1, "hash_ids": [1]}',
             "hash_ids has 1 ids, but a prompt of 600 tokens has 2 blocks of 512",
         ),
-        ('{"timestamp": 1, "input_length": 6, "output_length": 1, "hash_ids": "1"}', "hash_ids must be a list"),
+        (
+            '{"timestamp": 1, "input_length": 6, "output_length": 1, "hash_ids": "1"}',
+            "hash_ids is something else: use a list",
+        ),
         (
             '{"timestamp": 1, "input_length": 6, "output_length": 1}\n'
             '{"arrival_ms": 1, "prompt_tokens": 1, "output_tokens": 1}\n',

@@ -4,7 +4,8 @@
 -- Answers 1, or 0 where the entry is not this consumer's
 local pending = redis.pcall('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2])
 if pending.err then
-  if string.find(pending.err, 'NOGROUP', 1, true) then return 0 end
+  local is_gone = string.find(pending.err, 'NOGROUP', 1, true) or string.find(pending.err, 'WRONGTYPE', 1, true)
+  if is_gone then return 0 end
   return pending
 end
 if #pending == 0 then return 0 end

@@ -3,19 +3,23 @@
 -- KEYS  1 lane  2 state  3 control
 -- ARGV  1 group  2 consumer  3 entry id  4 lane  5 the consumer it waits under  6 idle ms that it shall have
 --       7 '1': wake the peers
--- Answers 1, or 0 where the entry is not this consumer's
-local pending = redis.pcall('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2])
+-- Answers 'done', 'other' (another consumer has it) or 'gone' (nobody has it, so no peer can take it)
+local pending = redis.pcall('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1)
 if pending.err then
-  if string.find(pending.err, 'NOGROUP', 1, true) then return 0 end
+  local is_gone = string.find(pending.err, 'NOGROUP', 1, true) or string.find(pending.err, 'WRONGTYPE', 1, true)
+  if is_gone then return 'gone' end
   return pending
 end
-if #pending == 0 then return 0 end
+if #pending == 0 then return 'gone' end
+if pending[1][2] ~= ARGV[2] then return 'other' end
+if #redis.call('XRANGE', KEYS[1], ARGV[3], ARGV[3], 'COUNT', 1) == 0 then return 'gone' end
 redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[5], 0, ARGV[3], 'IDLE', ARGV[6], 'RETRYCOUNT', 0, 'JUSTID')
+-- What follows only helps, so keys of another type under these names are no hindrance.
 -- HSET on a missing record would leave a hash without expiry.
-if redis.call('HGET', KEYS[2], 'entry') == ARGV[4] .. '/' .. ARGV[3] then
+if redis.pcall('HGET', KEYS[2], 'entry') == ARGV[4] .. '/' .. ARGV[3] then
   redis.call('HSET', KEYS[2], 'status', 'queued')
 end
 if ARGV[7] == '1' then
-  redis.call('XADD', KEYS[3], 'MAXLEN', '~', 1000, '*', 'op', 'reclaim')
+  redis.pcall('XADD', KEYS[3], 'MAXLEN', '~', 1000, '*', 'op', 'reclaim')
 end
-return 1
+return 'done'

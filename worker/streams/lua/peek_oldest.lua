@@ -1,8 +1,12 @@
 -- Looks at the oldest undelivered entry of a lane.
 --
 -- KEYS  1 lane    ARGV  1 group  2 an entry id whose fields the caller has already
--- Answers {length of the stream, entry id or nil, its fields or nil}
-local length = redis.call('XLEN', KEYS[1])
+-- Answers {length of the stream, entry id or nil, its fields or nil}; a key of another type has no entries
+local length = redis.pcall('XLEN', KEYS[1])
+if type(length) == 'table' then
+  if string.find(length.err, 'WRONGTYPE', 1, true) then return {0} end
+  return length
+end
 if length == 0 then return {0} end
 local groups = redis.call('XINFO', 'GROUPS', KEYS[1])
 for _, info in ipairs(groups) do

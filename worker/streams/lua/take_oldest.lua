@@ -2,7 +2,8 @@
 --
 -- KEYS  1 lane    ARGV  1 group  2 consumer  3 entry id
 -- Answers the entry {id, fields}, or nil where a peer was faster
-local groups = redis.call('XINFO', 'GROUPS', KEYS[1])
+local groups = redis.pcall('XINFO', 'GROUPS', KEYS[1])
+if groups.err then return false end
 for _, info in ipairs(groups) do
   local name, delivered
   for i = 1, #info, 2 do

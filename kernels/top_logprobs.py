@@ -1,0 +1,55 @@
+"""The likeliest tokens of each row of logits, and their log probabilities: what a beam may go on with."""
+
+import torch
+
+from kernels.compiled import launch
+from kernels.dispatch import use_compiled
+from kernels.errors import KernelInputError
+
+
+def top_logprobs(logits: torch.Tensor, k: int, vocab_limit: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log probabilities float64 [rows, k], token ids int64 [rows, k]) of the k likeliest tokens, the likeliest first.
+
+    logits float32 [rows, vocab]. Ids >= vocab_limit and logits that are not finite have no part in it. Of equals the
+    first comes first. Where a row has fewer than k tokens, the rest is -inf and -1.
+    """
+    if logits.ndim != 2 or not 0 < vocab_limit <= logits.shape[1] or k < 1:
+        raise KernelInputError(
+            f"logits are {tuple(logits.shape)}, vocab_limit is {vocab_limit} and k is {k}; vocab_limit must lie in "
+            "1..vocab, and k be at least 1"
+        )
+    if use_compiled(logits) and logits.stride(1) == 1:
+        return _launch(logits, k, vocab_limit)
+    return _with_torch(logits[:, :vocab_limit].float(), k)
+
+
+def _with_torch(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows, vocab_size = logits.shape
+    usable = logits.masked_fill(~logits.isfinite(), -torch.inf)
+    num_found = min(k, vocab_size)
+    # `topk` has no order among equals, so it only tells how large the last one is; of its equals the first are taken.
+    cut = usable.topk(num_found, dim=1).values[:, -1:]
+    is_above, is_equal = usable > cut, usable == cut
+    num_wanted = num_found - is_above.sum(dim=1, keepdim=True)
+    is_kept = is_above | (is_equal & (is_equal.cumsum(dim=1) <= num_wanted))
+    ids = is_kept.nonzero()[:, 1].reshape(num_rows, num_found)
+    chosen, order = usable.gather(1, ids).sort(dim=1, descending=True, stable=True)
+    is_missing = chosen == -torch.inf
+    logprobs = chosen.double() - usable.double().logsumexp(dim=1, keepdim=True)
+    values = torch.full((num_rows, k), -torch.inf, dtype=torch.float64, device=logits.device)
+    found = torch.full((num_rows, k), -1, device=logits.device)
+    values[:, :num_found] = logprobs.masked_fill(is_missing, -torch.inf)
+    found[:, :num_found] = ids.gather(1, order).masked_fill(is_missing, -1)
+    return values, found
+
+
+def _launch(logits: torch.Tensor, k: int, vocab_limit: int) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows = logits.shape[0]
+    values = torch.empty((num_rows, k), dtype=torch.float64)
+    ids = torch.empty((num_rows, k), dtype=torch.int64)
+    launch(
+        "top_logprobs",
+        (logits.data_ptr(), logits.stride(0) * 4, vocab_limit, k, values.data_ptr(), ids.data_ptr(), num_rows),
+        min(torch.get_num_threads(), max(1, num_rows)),
+    )
+    return values, ids

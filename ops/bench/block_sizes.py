@@ -1,0 +1,136 @@
+"""`pagemill bench block-sizes`: the same requests with blocks of 8, 16, 32 and 64 tokens."""
+
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import click
+
+from ops.bench.cli import FULL, BatchList
+from ops.bench.machine import machine_facts
+from ops.bench.measure import num_blocks_for, say
+from ops.bench.ours import Ours
+from ops.bench.parts import CACHE_VARIABLE, cache_folder, checkpoint_path
+from ops.bench.runs import OursRun, percentile, spread
+from ops.bench.workload import BenchRequest, draw_lengths, make_requests, warm_up_lengths
+from ops.tables import print_table
+from worker.engine_config import EngineConfig
+
+COLUMNS: Final = (
+    *("block", "KV use", "requests/s", "by that of 16: fastest runs", "by processor time: median", "range"),
+    *("token p50 ms", "token p99 ms"),
+)
+REFERENCE: Final = 16
+
+_COUNT = click.IntRange(min=1)
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRun:
+    """A run, and the processor time of this process in it."""
+
+    run: OursRun
+    cpu_s: float
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option("--model", default="smollm2", help="Checkpoint folder, GGUF file, or `smollm2`, the demo model.")
+@click.option("--sizes", type=BatchList(), default="8,16,32,64", help="Tokens in a block; 16 is compared with.")
+@click.option("--batch", type=_COUNT, default=8, help="Sequences in flight at once.")
+@click.option("--num-requests", type=_COUNT, default=16, help="Requests of a run.")
+@click.option("--alternations", type=_COUNT, default=3, help="Runs of each size, by turns.")
+@click.option("--seed", type=int, default=0, help="Decides lengths and ids of all requests.")
+@click.option("--num-threads", type=_COUNT, help="CPU threads of the engine.  [default: one per core]")
+@click.option("--cache-dir", envvar=CACHE_VARIABLE, help="Folder of the demo model and converted weights.")
+def command(sizes: tuple[int, ...], batch: int, **values: Any) -> None:
+    """Measure KV use and request rate at several block sizes, by turns, on the bench's workload.
+
+    All have room for all sequences in flight, so that nobody is preempted. The request rate is divided by that with
+    blocks of 16: in the fastest run of each, since what else runs only makes one slower, and a second of processor time
+    in each alternation. A table goes to stdout, and one JSON object as its last line.
+    """
+    started = time.monotonic()
+    lengths = draw_lengths(FULL.shape, values["num_requests"], values["seed"])
+    machine = machine_facts()
+    sides = _sides(sizes, values)
+    vocab_size = 0
+    for size, side in sides.items():
+        say(f"starting the engine with blocks of {size}")
+        info = side.prepare(batch=batch, num_kv_blocks=num_blocks_for(lengths, batch, size))
+        vocab_size = info["vocab_size"]
+        side.run(_plain(make_requests(warm_up_lengths(lengths), vocab_size=vocab_size, seed=0, salt=f"warm {size}")))
+    runs: dict[int, list[SizeRun]] = {size: [] for size in sizes}
+    for number in range(values["alternations"]):
+        first = number % len(sizes)  # nobody is always the last, should the machine get busier
+        for size in (*sizes[first:], *sizes[:first]):
+            requests = make_requests(lengths, vocab_size=vocab_size, seed=values["seed"], salt=f"{number} {size}")
+            before_s = time.process_time()
+            run = OursRun(**sides[size].run(_plain(requests)))
+            runs[size].append(SizeRun(run, time.process_time() - before_s))
+            say(f"blocks of {size}: {run.wall_s:.1f} s, KV use {run.kv_use:.1%}")
+    for side in sides.values():
+        side.close()
+    found = [summary_of(size, runs, len(lengths)) for size in sizes]
+    print_table("Block sizes", COLUMNS, [_row(each) for each in found])
+    report = {
+        "bench": "pagemill block-sizes",
+        "machine": machine,
+        "options": {"batch": batch} | {name: value for name, value in values.items() if name != "cache_dir"},
+        "workload": asdict(FULL.shape),
+        "sizes": found,
+        "took_s": time.monotonic() - started,
+    }
+    print(json.dumps(report))
+
+
+def _sides(sizes: tuple[int, ...], values: dict[str, Any]) -> dict[int, Ours]:
+    cache_dir = cache_folder(values["cache_dir"])
+    path = checkpoint_path(values["model"], cache_dir)
+    return {
+        size: Ours(
+            EngineConfig(str(path), str(cache_dir), block_size=size, num_threads=values["num_threads"]), "inprocess"
+        )
+        for size in sizes
+    }
+
+
+def summary_of(size: int, runs: dict[int, list[SizeRun]], num_requests: int) -> dict[str, Any]:
+    """One row: medians over the alternations; ratios to the reference's request rate, above 1 being faster."""
+    mine = runs[size]
+    reference = runs.get(REFERENCE, mine)
+    gap_s = [gap for each in mine for gap in each.run.gap_s]
+    return {
+        "block_size": size,
+        "kv_use": statistics.median(each.run.kv_use for each in mine),
+        "requests_per_s": statistics.median(num_requests / each.run.wall_s for each in mine),
+        "fastest_by_reference": _least_wall_s(reference) / _least_wall_s(mine),
+        "cpu_by_reference": asdict(
+            spread([other.cpu_s / each.cpu_s for each, other in zip(mine, reference, strict=True)])
+        ),
+        "gap_p50_s": percentile(gap_s, 50),
+        "gap_p99_s": percentile(gap_s, 99),
+    }
+
+
+def _least_wall_s(runs: list[SizeRun]) -> float:
+    return min(each.run.wall_s for each in runs)
+
+
+def _row(found: dict[str, Any]) -> tuple[str, ...]:
+    by_cpu = found["cpu_by_reference"]
+    return (
+        str(found["block_size"]),
+        f"{found['kv_use']:.1%}",
+        f"{found['requests_per_s']:.3f}",
+        f"{found['fastest_by_reference']:.3f}",
+        f"{by_cpu['median']:.3f}",
+        f"{by_cpu['low']:.3f} to {by_cpu['high']:.3f}",
+        f"{1000 * found['gap_p50_s']:.0f}",
+        f"{1000 * found['gap_p99_s']:.0f}",
+    )
+
+
+def _plain(requests: list[BenchRequest]) -> list[tuple[list[int], int]]:
+    return [(list(request.prompt_ids), request.num_output) for request in requests]
