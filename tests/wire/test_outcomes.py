@@ -47,6 +47,9 @@ async def test_settling_takes_the_entry_off_and_lets_the_reply_expire(make_worke
 
 async def test_settling_again_after_a_lost_answer_finds_it_gone(make_worker: MakeWorker) -> None:
     worker = make_worker("w")
+    await worker.outcomes.settle(
+        worker.envelope(await ended(worker, id="first")), "done"
+    )  # the server knows the script
     entry = await ended(worker)
     worker.commands.lose_after = True
     assert await worker.outcomes.settle(worker.envelope(entry), "done") is SettleStatus.GONE
