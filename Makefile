@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP_ARGS ?=
 STAMP := $(VENV)/.installed
 
-.PHONY: help install run lint format test test-slow clean
+.PHONY: help install run lint format test test-slow soak clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,6 +37,12 @@ test: install ## the whole suite but for what is marked slow
 
 test-slow: install ## what takes minutes
 	$(BIN)/pytest -m "slow and not gpu"
+
+# Other words for it, for instance SOAK="--seconds 60 --seed 7 --runs 20".
+SOAK ?= --seconds 600
+
+soak: install ## disturb workers for ten minutes, and check every reply
+	$(BIN)/python -m tests.faults.soak $(SOAK)
 
 clean: ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

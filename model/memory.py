@@ -40,8 +40,8 @@ def take_pages(tensor: torch.Tensor, max_wait_s: float) -> None:
     """Take the memory of a contiguous tensor from the system, if it lies on the CPU: resident from now on.
 
     What isn't there after `max_wait_s` comes in the background; the tensor may be used meanwhile, since contents stay
-    as they are. Where the system can't do that (before Linux 5.14), zeros are written
-    before this returns, so nothing of worth may be in it yet.
+    as they are. Where the system can't do that (before Linux 5.14), zeros are written before this returns, so nothing
+    of worth may be in it yet.
 
     Raises MemoryError where there is too little.
     """
@@ -80,9 +80,9 @@ class _Taking:
         return self.has_failed
 
     def run(self) -> None:
-        """Take all that is left."""
-        while self._at < self._end and not self.has_failed:
-            self.try_piece(_PIECE_BYTES)
+        """Take all that is left, as far as the system goes along; what it refuses comes with the first write."""
+        while self._at < self._end and self.try_piece(_PIECE_BYTES) and not self.has_failed:
+            pass
 
 
 def _run_in_thread(taking: _Taking, max_wait_s: float) -> None:

@@ -247,8 +247,12 @@ class StepAdder:
                     num_candidates=0 if seq.beams is None else seq.beams.num_candidates,
                 )
             )
-        elif new_block_ids:
-            self._new_blocks.append(NewBlocks(seq.seq_id, new_block_ids))
+        else:
+            if new_block_ids:
+                self._new_blocks.append(NewBlocks(seq.seq_id, new_block_ids))
+            if seq.beams is not None:
+                # The runner has put in what it has drawn, but a beam goes on with what was chosen.
+                self._row_tokens.append(RowToken(seq.seq_id, len(seq.token_ids) - 1, seq.token_ids[-1]))
         is_decoding = is_sampled and seq.family is None and seq.beams is None
         seq.num_decode_slots = len(seq.block_table.blocks) * self._kv.block_size if is_decoding else 0
         # Until it needs a block again, it is promised as many: one more token of a decode changes nothing.

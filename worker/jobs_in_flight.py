@@ -134,6 +134,10 @@ class JobsInFlight:
             finished_ms = job.times.finished_ms or self._links.clock.now_ms()
             record = {"finished": str(finished_ms), "usage": compact(job.usage())}
             status = await self._settle(job, record)
+            if status == SettleStatus.UNENDED:  # it comes again, to whoever takes it
+                log.warning("reply_end_lost", request_id=job.envelope.id)
+                self._remove(job)
+                continue
             self._count(job, finished_ms)
             if self._recorder is not None:
                 self._recorder.record(job, finished_ms)

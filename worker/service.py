@@ -56,6 +56,9 @@ ACCEPT = "accept "
 # What a start brings: where jobs are handled, and the parts that run beside it.
 Started = tuple[Intake, list["asyncio.Task[None]"]]
 
+MakeEngine = Callable[[EngineConfig, ProgressCallback | None], EngineClient]
+"""Makes an engine that isn't started yet: the first one, and each that replaces a dead one."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServiceInfo:
@@ -76,12 +79,14 @@ class Service:
         settings: Settings,
         *,
         progress: ProgressCallback | None = None,
+        make_engine: MakeEngine | None = None,
         on_stop: Callable[[int, bool], None] | None = None,
     ) -> None:
         """`settings.model` is the checkpoint's path and `settings.redis_url` the server to work with.
 
-        `on_stop` is called with the number of jobs held as soon as the service is told to stop, and with True
-        beside it when it is told not to wait for them.
+        `make_engine` is the kind of engine that `settings.engine_mode` names, where it is left out. `on_stop` is called
+        with the number of jobs held as soon as the service is told to stop, and with True beside it when it is told not
+        to wait for them.
         """
         if settings.redis_url is None:
             raise StartupError("no Redis to work with: set redis_url")
@@ -102,8 +107,11 @@ class Service:
         recorder = None if settings.record_trace is None else TraceRecorder(settings.record_trace)
         self._jobs = JobsInFlight(self._table, self._links, self._metrics, on_room=self._room.set, recorder=recorder)
         self._links.leases.on_loss = self._jobs.on_loss
+        config = engine_config(settings)
+        if make_engine is None:
+            make_engine = ProcessEngine if settings.engine_mode == "process" else InProcessEngine
         self._engine = EngineSupervisor(
-            lambda: make_engine(settings, progress),
+            lambda: make_engine(config, progress),
             on_report=self._jobs.on_report,
             on_death=self._jobs.on_death,
             on_restart=self._jobs.on_restart,
@@ -379,9 +387,9 @@ class Service:
         await self._links.close()
 
 
-def make_engine(settings: Settings, progress: ProgressCallback | None) -> EngineClient:
-    """An engine that isn't started yet, of the kind that the settings say."""
-    config = EngineConfig(
+def engine_config(settings: Settings) -> EngineConfig:
+    """What the settings say of the engine."""
+    return EngineConfig(
         model_path=settings.model,
         cache_dir=str(settings.cache_dir),
         device=settings.device,
@@ -405,8 +413,6 @@ def make_engine(settings: Settings, progress: ProgressCallback | None) -> Engine
         num_threads=settings.num_threads,
         check_invariants=settings.check_invariants,
     )
-    kind = ProcessEngine if settings.engine_mode == "process" else InProcessEngine
-    return kind(config, progress)
 
 
 def load_text_side(path: Path) -> tuple[Tokenizer, frozenset[int]]:

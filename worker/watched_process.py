@@ -10,6 +10,7 @@ fires when the *thread* that started the child ends.
 The write end must not leak into other children: start those by spawn, not by fork.
 """
 
+import fcntl
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -61,6 +62,8 @@ def start_watched(
     file that is removed when this process ends or lets go. Raises StartupError where there is no shell.
     """
     sink = subprocess.DEVNULL if output is None else output
+    # The watcher uses descriptor 3, and shells keep their own from 10 on where they find room.
+    kept = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10) for descriptor in keep_open]
     try:
         return subprocess.Popen(
             ["/bin/sh", "-c", _WATCHER, "pagemill-watcher", str(goes_too or ""), *command],
@@ -68,13 +71,16 @@ def start_watched(
             stdout=sink,
             stderr=sink,
             env=dict(os.environ if environment is None else environment),
-            pass_fds=tuple(keep_open),
+            pass_fds=kept,
             start_new_session=True,
         )
     except OSError as error:
         raise StartupError(
             f"/bin/sh can't be started ({error.strerror}): Pagemill needs it to end what it starts"
         ) from error
+    finally:
+        for descriptor in kept:
+            os.close(descriptor)
 
 
 def end_watched(process: subprocess.Popen[bytes]) -> None:

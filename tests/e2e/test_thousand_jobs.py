@@ -13,7 +13,12 @@ from tests.tiny_checkpoint import write_tiny_checkpoint
 from worker.streams.keys import LANES
 
 SEED = 314159
-SMALL_BAD_JOBS = [flat for flat, _ in BAD_JOBS.values() if sum(len(str(part)) for part in flat) < 10_000]
+# But for those that are too long, since a larger KV cache holds some of them.
+SMALL_BAD_JOBS = [
+    flat
+    for flat, code in BAD_JOBS.values()
+    if sum(len(str(part)) for part in flat) < 10_000 and code != "context_too_long"
+]
 
 
 class Mix:

@@ -70,7 +70,9 @@ async def test_a_full_server_still_lets_jobs_be_renewed_and_settled(
     worker = make_worker("w")
     await push(worker, id="a", prompt="x")
     (entry,) = await worker.take(1)
-    await worker.open(entry)
+    writer = await worker.open(entry)
+    writer.end("length", usage={}, receipt={})
+    await worker.replies.flush()
     server.fill()
     await worker.leases.renew()
     assert worker.losses == []

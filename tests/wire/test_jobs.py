@@ -1,13 +1,16 @@
 """Taking work: bursts spread, lanes are weighted, the dead are found wherever they lie, nothing is taken twice."""
 
 import asyncio
+import itertools
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from tests.wire.resp import RespClient
 from tests.wire.workers import LEASE_MS, MakeWorker, TestWorker, eventually, push
+from worker.streams.errors import ConnectionLostError
 from worker.streams.jobs import JobSource, SourceOptions, entry_of
 from worker.streams.keys import LANES
 from worker.streams.lanes import LaneOrder
@@ -19,12 +22,14 @@ def add(raw: RespClient, worker: TestWorker, lane: str, num: int) -> list[str]:
     return [entry_id.decode() for entry_id in answers]
 
 
-def leave_dead(raw: RespClient, worker: TestWorker, lane: str, num: int, idle_ms: int = 2 * LEASE_MS) -> list[str]:
+def leave_dead(
+    raw: RespClient, worker: TestWorker, lane: str, num: int, idle_ms: int = 2 * LEASE_MS, consumer: str = "dead"
+) -> list[str]:
     """Entries that a worker read before it died."""
     ids = add(raw, worker, lane, num)
     key = worker.keys.jobs(lane)
-    raw.call("XREADGROUP", "GROUP", "workers", "dead", "COUNT", num, "STREAMS", key, ">")
-    raw.call("XCLAIM", key, "workers", "dead", 0, *ids, "IDLE", idle_ms, "JUSTID")
+    raw.call("XREADGROUP", "GROUP", "workers", consumer, "COUNT", num, "STREAMS", key, ">")
+    raw.call("XCLAIM", key, "workers", consumer, 0, *ids, "IDLE", idle_ms, "JUSTID")
     return ids
 
 
@@ -163,6 +168,29 @@ async def test_what_is_reclaimed_goes_before_new_entries(make_worker: MakeWorker
     add(raw, worker, "high", 1)
     worker.source.hint_reclaim()
     assert [entry.lane for entry in await worker.source.take(4)] == ["low"]
+
+
+@pytest.mark.parametrize("how", ["reclaim", "reconcile"])
+async def test_what_was_claimed_before_the_connection_was_lost_is_claimed_again(
+    make_worker: MakeWorker, raw: RespClient, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """An entry that is held but was never handed on would be renewed for ever, and nobody would run it."""
+    worker = make_worker("w")
+    consumer = "w" if how == "reconcile" else "dead"
+    dead = {(lane, entry_id) for lane in LANES for entry_id in leave_dead(raw, worker, lane, 1, consumer=consumer)}
+    call, num_calls = worker.jobs_link.call, itertools.count()
+
+    async def lose_the_last(*command: str | int) -> Any:
+        worker.jobs_link.lose_after = next(num_calls) == 4
+        return await call(*command)
+
+    monkeypatch.setattr(worker.jobs_link, "call", lose_the_last)
+    with pytest.raises(ConnectionLostError):
+        await (worker.source.reclaim(8) if how == "reclaim" else worker.source.reconcile())
+    assert len(worker.leases) == 0
+    for lane, entry_id in dead:
+        raw.call("XCLAIM", worker.keys.jobs(lane), "workers", "w", 0, entry_id, "IDLE", 2 * LEASE_MS, "JUSTID")
+    assert {entry.key for entry in await worker.source.reclaim(8)} == dead
 
 
 async def test_a_trimmed_entry_is_skipped_acknowledged_and_counted(make_worker: MakeWorker, raw: RespClient) -> None:

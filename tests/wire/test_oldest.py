@@ -6,6 +6,7 @@ from tests.wire.resp import RespClient
 from tests.wire.workers import MakeWorker, TestWorker, push
 from worker.errors import ErrorCode
 from worker.protocol import parse_envelope
+from worker.streams.errors import ConnectionLostError
 from worker.streams.overload import OldestWatch
 
 
@@ -62,9 +63,28 @@ async def test_the_oldest_is_shed_from_a_lane_that_is_too_long(make_worker: Make
         for entry in await oldest.look():
             assert entry.must_end is ErrorCode.OVERLOADED
             shed.append(entry.entry_id)
-            await worker.outcomes.settle(worker.envelope(entry), "overloaded")
+            await worker.outcomes.drop(entry)
     assert shed == ids[:2]
     assert raw.call("XLEN", worker.keys.jobs("normal")) == 2
+
+
+async def test_what_was_taken_before_the_connection_was_lost_is_not_held(
+    make_worker: MakeWorker, raw: RespClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held and never handed on, it would be renewed for ever, and nobody would end it."""
+    worker = make_worker("w")
+    await push(worker, "high", id="a", prompt="x", deadline_ms="5")
+    peek = worker.scripts.peek_oldest
+
+    async def lose_the_second(lane: str, known_entry_id: str = "") -> tuple[int, str | None, list[bytes] | None]:
+        worker.commands.lose_after = lane != "high"
+        return await peek(lane, known_entry_id)
+
+    monkeypatch.setattr(worker.scripts, "peek_oldest", lose_the_second)
+    with pytest.raises(ConnectionLostError):
+        await watch(worker).look()
+    assert [consumer for consumer, _ in raw.pending(worker.keys.jobs("high")).values()] == ["w"]
+    assert len(worker.leases) == 0
 
 
 async def test_a_faster_peer_leaves_nothing_to_take(make_worker: MakeWorker) -> None:

@@ -353,6 +353,7 @@ async def test_an_entry_that_nobody_has_goes_on_with_whoever_was_given_it(
         return
     assert result.status is OpenStatus.OPENED
     assert result.attempt > earlier.attempt
+    raw.call("XADD", first.keys.reply("a"), f"{result.attempt}-{TERMINAL_SEQ}", "e", "end")
     await second.outcomes.settle(second.envelope(entry), "done")
     raw.call("DEL", first.keys.reply("a"))
     assert (await run_open(first, entry)).status is OpenStatus.LOST

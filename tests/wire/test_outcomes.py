@@ -19,9 +19,19 @@ async def running(worker: TestWorker, **fields: str) -> Entry:
     return entry
 
 
+async def ended(worker: TestWorker, **fields: str) -> Entry:
+    """A job of this worker whose terminal event is written."""
+    await push(worker, **({"id": "a", "prompt": "x"} | fields))
+    (entry,) = await worker.take(1)
+    writer = await worker.open(entry)
+    writer.end("length", usage={}, receipt={})
+    await worker.replies.flush()
+    return entry
+
+
 async def test_settling_takes_the_entry_off_and_lets_the_reply_expire(make_worker: MakeWorker, raw: RespClient) -> None:
     worker = make_worker("w")
-    entry = await running(worker, result_ttl_ms="9000")
+    entry = await ended(worker, result_ttl_ms="9000")
     raw.call("SET", worker.keys.cancel("a"), "late", "EX", 86400)
     status = await worker.outcomes.settle(worker.envelope(entry), "done", record={"usage": "{}"})
     assert status is SettleStatus.DONE
@@ -37,7 +47,10 @@ async def test_settling_takes_the_entry_off_and_lets_the_reply_expire(make_worke
 
 async def test_settling_again_after_a_lost_answer_finds_it_gone(make_worker: MakeWorker) -> None:
     worker = make_worker("w")
-    entry = await running(worker)
+    await worker.outcomes.settle(
+        worker.envelope(await ended(worker, id="first")), "done"
+    )  # the server knows the script
+    entry = await ended(worker)
     worker.commands.lose_after = True
     assert await worker.outcomes.settle(worker.envelope(entry), "done") is SettleStatus.GONE
 
@@ -45,7 +58,7 @@ async def test_settling_again_after_a_lost_answer_finds_it_gone(make_worker: Mak
 async def test_settling_what_another_owns_touches_nothing(make_worker: MakeWorker, raw: RespClient) -> None:
     """XACK itself checks no owner: a stale worker's exit would lose the job."""
     stale, owner = make_worker("stale"), make_worker("owner")
-    entry = await running(stale)
+    entry = await ended(stale)
     raw.call("XCLAIM", stale.keys.jobs("normal"), "workers", "owner", 0, entry.entry_id)
     raw.call("SET", stale.keys.cancel("a"), "x")
     assert await stale.outcomes.settle(stale.envelope(entry), "done") is SettleStatus.OTHER
@@ -60,8 +73,7 @@ async def test_a_settled_jobs_prompt_is_removed_unless_a_dead_letter_names_it(
 ) -> None:
     worker = make_worker("w")
     for keep in (True, False):
-        await push(worker, prompt_ref="big")
-        (entry,) = await worker.take(1)
+        entry = await ended(worker, id=f"a-{keep}", prompt_ref="big")
         raw.call("SET", worker.keys.prompt("big"), "x")
         await worker.outcomes.settle(worker.envelope(entry), "bad_request", keep_prompt=keep)
         assert raw.call("EXISTS", worker.keys.prompt("big")) == keep
@@ -70,8 +82,7 @@ async def test_a_settled_jobs_prompt_is_removed_unless_a_dead_letter_names_it(
 async def test_a_prompt_ref_can_not_name_another_key(make_worker: MakeWorker, raw: RespClient) -> None:
     """A free key name would let a client have any key of the slot read and deleted."""
     worker = make_worker("w")
-    await push(worker, prompt_ref=worker.keys.jobs("normal"))
-    (entry,) = await worker.take(1)
+    entry = await ended(worker, prompt_ref=worker.keys.jobs("normal"))
     envelope = worker.envelope(entry)
     assert envelope.prompt_ref is None
     assert envelope.error is not None
@@ -83,7 +94,7 @@ async def test_a_job_whose_entry_was_deleted_under_us_still_gets_its_outcome(
     make_worker: MakeWorker, raw: RespClient
 ) -> None:
     worker = make_worker("w")
-    entry = await running(worker)
+    entry = await ended(worker)
     raw.call("XACK", worker.keys.jobs("normal"), "workers", entry.entry_id)
     raw.call("XDEL", worker.keys.jobs("normal"), entry.entry_id)
     assert await worker.outcomes.settle(worker.envelope(entry), "done") is SettleStatus.GONE
@@ -94,10 +105,40 @@ async def test_a_job_whose_entry_was_deleted_under_us_still_gets_its_outcome(
 async def test_settling_a_job_without_a_record_makes_none(make_worker: MakeWorker, raw: RespClient) -> None:
     """A hash without expiry would stay for ever."""
     worker = make_worker("w")
-    await push(worker, id="a", prompt="x")
-    (entry,) = await worker.take(1)
-    await worker.outcomes.settle(worker.envelope(entry), "abandoned")
+    entry = await ended(worker)
+    raw.call("DEL", worker.keys.state("a"))
+    assert await worker.outcomes.settle(worker.envelope(entry), "done") is SettleStatus.DONE
     assert raw.call("EXISTS", worker.keys.state("a")) == 0
+
+
+async def test_a_job_whose_reply_its_client_deleted_is_settled(make_worker: MakeWorker, raw: RespClient) -> None:
+    worker = make_worker("w")
+    entry = await running(worker)
+    raw.call("DEL", worker.keys.reply("a"))
+    assert await worker.outcomes.settle(worker.envelope(entry), "abandoned") is SettleStatus.DONE
+    assert raw.call("XLEN", worker.keys.jobs("normal")) == 0
+
+
+@pytest.mark.parametrize("lost", ["the end", "everything"])
+async def test_a_job_whose_end_the_server_lost_is_not_settled_but_ended_again(
+    make_worker: MakeWorker, raw: RespClient, lost: str
+) -> None:
+    """A server that was killed comes back without the last second: a reply without its end must not stay so."""
+    worker, peer = make_worker("w"), make_worker("peer")
+    entry = await ended(worker)
+    last_id, _ = raw.events(worker.keys.reply("a"))[-1]
+    raw.call("XDEL", worker.keys.reply("a"), last_id)
+    if lost == "everything":
+        raw.call("DEL", worker.keys.reply("a"), worker.keys.state("a"))
+    assert await worker.outcomes.settle(worker.envelope(entry), "done") is SettleStatus.UNENDED
+    assert not worker.leases.is_held(entry.key)
+    raw.call("XCLAIM", worker.keys.jobs("normal"), "workers", "w", 0, entry.entry_id, "IDLE", LEASE_MS, "JUSTID")
+    (again,) = await peer.source.reclaim(1)
+    writer = await peer.open(again)
+    writer.end("length", usage={}, receipt={})
+    await peer.replies.flush()
+    assert await peer.outcomes.settle(peer.envelope(again), "done") is SettleStatus.DONE
+    assert [fields["e"] for _, fields in raw.events(worker.keys.reply("a"))].count("end") == 1
 
 
 async def test_dropping_a_duplicate_leaves_everything_of_the_first(make_worker: MakeWorker, raw: RespClient) -> None:
@@ -192,7 +233,7 @@ async def test_an_orphan_is_settled_like_any_other_and_never_comes_again(
     make_worker: MakeWorker, raw: RespClient, what: str
 ) -> None:
     worker, peer = make_worker("w"), make_worker("peer")
-    entry = await running(worker, prompt_ref="big", prompt="")
+    entry = await ended(worker, prompt_ref="big", prompt="")
     raw.call("SET", worker.keys.prompt("big"), "x")
     lose(raw, worker, entry, what)
     await worker.outcomes.settle(worker.envelope(entry), "done", record={"usage": "{}"})
@@ -208,7 +249,7 @@ async def test_a_settled_entry_never_comes_again_though_its_record_is_lost(
     make_worker: MakeWorker, raw: RespClient
 ) -> None:
     worker, peer = make_worker("w"), make_worker("peer")
-    entry = await running(worker)
+    entry = await ended(worker)
     raw.call("DEL", worker.keys.state("a"))
     raw.call("XGROUP", "DESTROY", worker.keys.jobs("normal"), "workers")
     assert await worker.outcomes.settle(worker.envelope(entry), "done") is SettleStatus.GONE
@@ -216,9 +257,22 @@ async def test_a_settled_entry_never_comes_again_though_its_record_is_lost(
     assert await peer.source.take(8) == []
 
 
+async def test_a_job_of_which_the_server_has_only_the_entry_left_comes_again(
+    make_worker: MakeWorker, raw: RespClient
+) -> None:
+    """The last second that a killed server loses may hold all of a short job, its delivery included."""
+    worker, peer = make_worker("w"), make_worker("peer")
+    entry = await ended(worker)
+    raw.call("DEL", worker.keys.state("a"), worker.keys.reply("a"))
+    raw.call("XGROUP", "DESTROY", worker.keys.jobs("normal"), "workers")
+    await peer.source.ensure_groups()
+    assert await worker.outcomes.settle(worker.envelope(entry), "done") is SettleStatus.UNENDED
+    assert [again.key for again in await peer.take(1)] == [entry.key]
+
+
 async def test_a_record_of_another_type_keeps_no_job_on_the_queue(make_worker: MakeWorker, raw: RespClient) -> None:
     worker = make_worker("w")
-    entry = await running(worker)
+    entry = await ended(worker)
     raw.call("SET", worker.keys.state("a"), "something else")
     assert await worker.outcomes.settle(worker.envelope(entry), "done") is SettleStatus.UNRECORDED
     assert raw.call("XLEN", worker.keys.jobs("normal")) == 0

@@ -125,6 +125,7 @@ class JobSource:
         is_through = len(entries) < room
         wait_s = self._options.scan_ms / 1000 * random.uniform(0.5, 1.0) if is_through else 0.0
         self._timers.next_scan = time.monotonic() + wait_s
+        entries = self._leases.hold_new(entries)
         self.stats.num_reclaimed += len(entries)
         return entries
 
@@ -141,6 +142,7 @@ class JobSource:
                 if idle_ms >= min_idle_ms and not self._leases.is_held((lane, entry_id)):
                     entries += await self._fetch(lane, entry_id, deliveries)
         self._timers.next_reconcile = time.monotonic() + RECONCILE_EVERY_S
+        entries = self._leases.hold_new(entries)
         self.stats.num_reconciled += len(entries)
         return entries
 
@@ -218,7 +220,7 @@ class JobSource:
             for entry_id, flat in delivered
         ]
         self.stats.num_read += len(entries)
-        return [entry for entry in entries if self._leases.hold(entry)]
+        return self._leases.hold_new(entries)
 
     async def _auto_claim(self, lane: str, cursor: str, count: int) -> tuple[str, list[Entry]]:
         """One XAUTOCLAIM: the next cursor, and what was claimed with its delivery counts."""
@@ -236,8 +238,7 @@ class JobSource:
         entries: list[Entry] = []
         for entry_id, _, deliveries in await self._pending(lane):
             if entry_id in bodies:
-                entry = entry_of(lane, entry_id, bodies[entry_id], deliveries)
-                entries += [entry] if self._leases.hold(entry) else []
+                entries.append(entry_of(lane, entry_id, bodies[entry_id], deliveries))
             elif len(bodies) < len(claimed) and not self._leases.is_held((lane, entry_id)):
                 entries += await self._fetch(lane, entry_id, deliveries)  # 6.2: nil stands for a trimmed entry
         return next_cursor, entries
@@ -258,8 +259,7 @@ class JobSource:
             await self._link.call("XACK", key, GROUP, entry_id)
             self._count_trimmed(lane, 1)
             return []
-        entry = entry_of(lane, entry_id, found[0][1], deliveries)
-        return [entry] if self._leases.hold(entry) else []
+        return [entry_of(lane, entry_id, found[0][1], deliveries)]
 
     def _count_trimmed(self, lane: str, num_entries: int) -> None:
         self.stats.num_lost_trimmed += num_entries

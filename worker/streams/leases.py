@@ -1,7 +1,7 @@
 """What this worker holds, and the renewing of it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -73,6 +73,13 @@ class Leases:
             return False
         self._held[entry.key] = entry
         return True
+
+    def hold_new(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Takes `entries` under renewal; answers those that were not held already.
+
+        Call it when nothing can fail any more before they are worked on: what is held and lost is renewed for ever.
+        """
+        return [entry for entry in entries if self.hold(entry)]
 
     def release(self, key: EntryKey) -> None:
         """The entry is settled, dropped or handed over."""

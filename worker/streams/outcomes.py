@@ -40,6 +40,8 @@ class Outcomes:
     ) -> SettleStatus:
         """Takes the job off the queue. Its terminal event must be written (or its reply deleted by the client).
 
+        UNENDED: the server has lost that event. The job is not held any more, and is taken again after its lease.
+
         `outcome` is `done`, an error code, or "" to leave the record's; `keep_prompt` where a dead letter names it.
         """
         status = await self._persist(

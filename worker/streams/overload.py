@@ -64,7 +64,7 @@ class OldestWatch:
                 known = self._heads[lane] = _Head(entry_id, envelope.id, envelope.deadline_ms)
             if known is not None and (why := await self._why_end(known, length)) is not None:
                 entries += await self._take(lane, entry_id, why)
-        return entries
+        return self._leases.hold_new(entries)
 
     async def _why_end(self, head: _Head, length: int) -> ErrorCode | None:
         if head.deadline_ms is not None and self._clock.now_ms() >= head.deadline_ms:
@@ -79,5 +79,4 @@ class OldestWatch:
         flat = await self._scripts.take_oldest(lane, entry_id)
         if flat is None:
             return []
-        entry = replace(entry_of(lane, entry_id, flat), must_end=why)
-        return [entry] if self._leases.hold(entry) else []
+        return [replace(entry_of(lane, entry_id, flat), must_end=why)]

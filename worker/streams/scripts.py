@@ -40,13 +40,15 @@ class OpenStatus(StrEnum):
 class SettleStatus(StrEnum):
     """What settling found, and handing over.
 
-    OTHER: another consumer has the entry, so nothing was done. GONE: nobody has it, after a success whose answer was
-    lost or because entry, group or lane were deleted. UNRECORDED: done, but the record's key holds something else.
+    OTHER: another consumer has the entry, so nothing was done. UNENDED: the server has lost the terminal event, so
+    nothing was done. GONE: nobody has it, after a success whose answer was lost or because entry, group or lane were
+    deleted. UNRECORDED: done, but the record's key holds something else.
     """
 
     DONE = "done"
     UNRECORDED = "unrecorded"
     OTHER = "other"
+    UNENDED = "unended"
     GONE = "gone"
 
 
@@ -175,7 +177,7 @@ class Scripts:
         prompt_ref: str | None = None,
         record: Mapping[str, str] | None = None,
     ) -> SettleStatus:
-        """Takes the entry off the queue. The terminal event comes first, never afterwards.
+        """Takes the entry off the queue. The terminal event comes first, never afterwards: without it nothing is done.
 
         `outcome` becomes the record's status ("" leaves it), `record` more of its fields (timings, usage). Reply and
         record live on for `result_ttl_ms`. The prompt that `prompt_ref` names is removed.

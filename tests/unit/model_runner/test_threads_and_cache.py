@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import mmap
 import os
 import sys
 import time
@@ -87,7 +88,8 @@ def test_small_memory_is_all_there_when_it_was_taken(num_bytes: int) -> None:
 @on_linux
 def test_large_memory_comes_in_the_background_while_it_is_written_to() -> None:
     """What steps write meanwhile stays, wherever the pages come at that moment."""
-    tensor = allocate((100 * MIB,), torch.uint8, CPU)
+    # Fresh from the system: what an allocator hands out may have been written before.
+    tensor = torch.frombuffer(mmap.mmap(-1, 100 * MIB), dtype=torch.uint8)
     assert resident_bytes(tensor) < tensor.nbytes // 2
     take_pages(tensor, 0)
     for at in range(0, len(tensor), MIB):

@@ -67,10 +67,10 @@ class BeamLife(RandomLife):
         self.found[seq.seq_id] = tuple(search(tenant, prompt, sampling, max_tokens, frozenset({EOS})))
 
     def step(self) -> None:
-        """Now and then a search has to give way, whether or not blocks are lacking."""
+        """Now and then a search has to give way, whether or not blocks are lacking; twice at most, so that some end."""
         scheduler = self.driver.scheduler
-        running = [seq.seq_id for seq in scheduler.running if seq.beams is not None]
-        if running and self.rng.random() < 0.1:
+        running = [seq.seq_id for seq in scheduler.running if seq.beams is not None and seq.num_preemptions < 2]
+        if running and self.rng.random() < 0.3:
             scheduler.preempt(self.rng.choice(running))
         super().step()
 

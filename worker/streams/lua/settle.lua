@@ -3,7 +3,8 @@
 -- KEYS  1 lane  2 cancel mark  3 state  4 reply  5 prompt (left out: there is none, or a dead letter names it)
 -- ARGV  1 group  2 consumer  3 entry id  4 lane  5 outcome ('': keep the record's)  6 result_ttl ms  7.. more record fields
 -- Answers 'done', 'unrecorded' (done, but the record's key holds something else), 'other' (another's: nothing was
--- done) or 'gone' (settled before, or no longer pending to anybody)
+-- done), 'unended' (the server lost the end of the reply: nothing was done) or 'gone' (settled before, or no longer
+-- pending to anybody)
 local group, consumer, entry_id, result_ttl = ARGV[1], ARGV[2], ARGV[3], ARGV[6]
 
 local function is_wrong_type(answer)
@@ -24,6 +25,14 @@ if record.err then
   record, answer = {}, 'unrecorded'
 end
 local is_ours = record[1] == ARGV[4] .. '/' .. entry_id
+
+-- A server that was killed may come back without the last second of its writes, the terminal event among them. The entry
+-- then stays for whoever takes it next, to end the reply once more. No reply at all: if it was opened, its client has
+-- deleted it.
+local last = redis.pcall('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)[1]
+local is_ended = last and string.find(last[1], '-18446744073709551615', 1, true)
+if not is_ended and (last or not is_ours) then return 'unended' end
+
 if #pending == 0 then
   -- Not pending, but the record says that it runs here: the entry, its group or its lane was deleted under us.
   if not (is_ours and record[2] == consumer and record[3] == 'running') then
