@@ -259,12 +259,11 @@ def successor(worker: WorkerProcess, first: psutil.Process) -> psutil.Process | 
     return None
 
 
-@pytest.mark.parametrize("attempt", range(2))
-def test_a_worker_whose_grace_is_over_ends(start_worker: StartWorker, own_queue: Queue, attempt: int) -> None:
+def test_a_worker_whose_grace_is_over_ends(start_worker: StartWorker, own_queue: Queue) -> None:
     """Handing over wakes the very read that is cancelled next: a cancellation that is lost there must not hang it."""
     worker = start_worker(shutdown_grace_s=0.3)
     worker.wait_until_ready()
-    job_id = own_queue.enqueue(id=f"unfinished-{attempt}", **LONG)
+    job_id = own_queue.enqueue(id="unfinished", **LONG)
     eventually(lambda: len(own_queue.reply(job_id).events) > 2, "tokens to come")
     worker.engine().suspend()  # so that the job can't finish within the grace
     worker.signal(signal.SIGINT)

@@ -258,6 +258,9 @@ async def test_a_start_that_reads_for_long_is_told(
 ) -> None:
     told: list[tuple[str, int, int]] = []
     monkeypatch.setattr(embedded, "TELL_AFTER_S", 0.0)
-    with EmbeddedServer(tmp_path, command, progress=lambda *at: told.append(at)):
+    slow = tmp_path / "slow-server"
+    slow.write_text(f'#!/bin/sh\nsleep 0.3\nexec {command[0]} "$@"\n')
+    slow.chmod(0o755)
+    with EmbeddedServer(tmp_path, [str(slow)], progress=lambda *at: told.append(at)):
         assert told[0] == ("reading the stored jobs", 0, 0)
         assert told[-1] == ("reading the stored jobs", 1, 1)
