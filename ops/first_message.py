@@ -16,6 +16,7 @@ from worker.client import AsyncClient
 from worker.embedded import URL_FILE
 from worker.errors import PagemillError
 from worker.settings import DEMO_MODEL, Settings, served_name
+from worker.streams.connection import Link
 from worker.streams.keys import QueueKeys
 
 if TYPE_CHECKING:
@@ -51,11 +52,14 @@ async def show_start(settings: Settings, message: str | None, metrics_url: str |
 
 
 async def _exchange(settings: Settings, message: str) -> None:
-    click.echo(f"> {message}")
     client = AsyncClient(_url(settings), settings.queue)
     messages = [{"role": "user", "content": message}]
     try:
-        reply = await print_reply(client, await client.submit(messages, temperature=0))
+        if num_jobs := await _num_jobs(settings):
+            jobs = "1 job" if num_jobs == 1 else f"{num_jobs:,} jobs"
+            click.echo(f"{jobs} from before are served first, or beside this one:")
+        click.echo(f"> {message}")
+        reply = await print_reply(client, await client.submit(messages, lane="high", temperature=0))
         if reply.error is not None:
             click.echo("the first message failed: {}: {}".format(*reply.error), err=True)
     except OutputError:
@@ -64,6 +68,16 @@ async def _exchange(settings: Settings, message: str) -> None:
         click.echo(f"the first message got no reply: {error}", err=True)
     finally:
         await client.aclose()
+
+
+async def _num_jobs(settings: Settings) -> int:
+    """Jobs that wait or run already."""
+    keys, link = QueueKeys(settings.queue), Link(_url(settings), "greeting")
+    try:
+        lengths = await link.batch([("XLEN", lane) for lane in keys.lanes])
+    finally:
+        await link.close()
+    return sum(length for length in lengths if isinstance(length, int))
 
 
 def lines_to_try(settings: Settings) -> list[str]:

@@ -48,12 +48,17 @@ class StreamedText:
 
 
 async def print_reply(client: AsyncClient, job_id: str) -> Reply:
-    """Read a reply to its end and print its text to stdout as it comes."""
+    """Read a reply to its end and print its text to stdout as it comes; its other choices, if any, at the end."""
     reply, printed = Reply(), StreamedText(sys.stdout)
     async for event in client.stream(job_id):
-        reply.add(event)
         if event.kind == "reset":
             printed.reset()
-        printed.add(event.text)
+        num_known = 0 if event.kind == "reset" else len(reply.text)
+        reply.add(event)
+        printed.add(reply.text[num_known:])
     printed.finish()
+    for index, choice in enumerate(reply.choices[1:], start=1):
+        printed = StreamedText(sys.stdout)
+        printed.add(f"[choice {index}]\n{choice.text}")
+        printed.finish()
     return reply

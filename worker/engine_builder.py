@@ -43,7 +43,7 @@ ProgressCallback = Callable[[str, int, int], None]
 # a few tokens takes as long as one of many, since either reads all weights: what stops too early finds a low rate.
 MEASURE_S = 0.5
 # The start waits so long for the KV cache's memory; what is not there by then comes while jobs run already.
-TAKE_PAGES_S = 1.5
+TAKE_PAGES_S = 0.5
 # Compiled kernels lie here in the cache folder.
 KERNEL_FOLDER = "kernels"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -159,7 +159,8 @@ class Job:
         return {
             "prompt_tokens": len(self.prompt_ids),
             "completion_tokens": 0 if self.choices is None else self.choices.num_tokens,
-            "cached_tokens": 0 if stats is None else stats.num_cached_tokens,
+            # Whoever goes on with a reply may find tokens of that too.
+            "cached_tokens": 0 if stats is None else min(stats.num_cached_tokens, len(self.prompt_ids)),
             "replayed_tokens": self.num_replayed,
         }
 

@@ -223,13 +223,16 @@ def _startup_reason(error: ConnectionLostError) -> str:
     cause = error.__cause__
     if isinstance(cause, AuthenticationError) or "NOAUTH" in str(error) or "WRONGPASS" in str(error):
         return "Redis refuses the user or password: check them in the URL"
+    if "DB index" in str(error):
+        return "the server has no database of this number: name another at the end of the URL"
     return f"{error}. Start a server there, or name another with --redis-url"
 
 
 def _driver_words(error: BaseException) -> str:
     """What an error says, as a part of a sentence: on one line, and without the full stops at its end."""
     text = " ".join(str(error).split())
-    return re.sub(r"[. ]*\.(?=\s|$)", ".", text).rstrip(". ") or type(error).__name__
+    told = re.sub(r"[. ]*\.(?=\s|$)", ".", text).rstrip(". ")
+    return told or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
 
 
 def _parse_info(raw: bytes) -> dict[str, str]:

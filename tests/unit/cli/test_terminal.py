@@ -1,8 +1,11 @@
 """What the terminal shows: progress, replies that grow, tables, and the lines to try."""
 
 import io
+import json
 import shlex
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import platformdirs
 import pytest
@@ -11,8 +14,10 @@ from pydantic import SecretStr
 from ops.first_message import lines_to_try, without_password
 from ops.progress import progress_reporter
 from ops.server import own_command
-from ops.streamed_text import StreamedText
+from ops.streamed_text import StreamedText, print_reply
 from ops.tables import age, print_table
+from worker.client import AsyncClient
+from worker.reply_events import ReplyEvent, parse_event
 from worker.settings import Settings, load_settings
 
 
@@ -56,6 +61,37 @@ def test_a_reply_is_printed_as_it_grows() -> None:
     text.add("")
     text.finish()
     assert stream.getvalue() == "Hello\n"
+
+
+class Told:
+    """A client whose reply is these events."""
+
+    def __init__(self, *events: dict[str, str]) -> None:
+        self._events = events
+
+    async def stream(self, job_id: str) -> AsyncIterator[ReplyEvent]:
+        for number, fields in enumerate(self._events):
+            flat = [word.encode() for pair in fields.items() for word in pair]
+            yield parse_event(f"1-{number}".encode(), flat)
+
+
+async def test_of_several_streamed_choices_the_first_is_printed_as_it_grows(capsys: pytest.CaptureFixture[str]) -> None:
+    told = Told(
+        {"e": "open"},
+        {"e": "token", "text": "Par", "index": "0"},
+        {"e": "token", "text": "Lon", "index": "1"},
+        {"e": "token", "text": "is", "index": "0"},
+        {"e": "token", "text": "don", "index": "1"},
+        {"e": "end", "choices": '[{"index": 0, "finish": "eos"}, {"index": 1, "finish": "eos"}]'},
+    )
+    await print_reply(cast(AsyncClient, told), "id")
+    assert capsys.readouterr().out == "Paris\n[choice 1]\nLondon\n"
+
+
+async def test_choices_that_come_with_the_end_are_printed_then(capsys: pytest.CaptureFixture[str]) -> None:
+    choices = [{"index": index, "finish": "eos", "text": text} for index, text in enumerate(["Paris", "London"])]
+    await print_reply(cast(AsyncClient, Told({"e": "open"}, {"e": "end", "choices": json.dumps(choices)})), "id")
+    assert capsys.readouterr().out == "Paris\n[choice 1]\nLondon\n"
 
 
 def test_a_repeat_after_a_reset_prints_nothing_twice() -> None:
