@@ -85,6 +85,16 @@ def make_jobs(rng: random.Random, oracle: Oracle, num_jobs: int, prefix: str) ->
     ]
 
 
+def _clear_words(answer: Answer) -> list[str]:
+    """Three characters in a row that are known as soon as their last token is.
+
+    None where a token is no character; and a byte that begins none is known as that only by the token after it.
+    """
+    ids, text = answer
+    words = [text[start : start + 3] for start in range(len(text) - 2)] if len(text) == len(ids) else []
+    return [word for word in words if "\N{REPLACEMENT CHARACTER}" not in word]
+
+
 def _make_job(rng: random.Random, name: str, kind: str, prompt: str, answer: Answer) -> Job:
     ids, text = answer
     job_id, lane = f"{name}-{kind}", rng.choice(LANES)
@@ -92,9 +102,8 @@ def _make_job(rng: random.Random, name: str, kind: str, prompt: str, answer: Ans
     expected = Expected(ids, text)
     cancel_after_s = None
     match kind:
-        case "stop" if len(text) == len(ids):  # else it is hard to say which token completes a word
-            start = rng.randrange(len(ids) - 2)
-            word = text[start : start + 3]
+        case "stop" if words := _clear_words(answer):
+            word = rng.choice(words)
             start = text.index(word)
             fields["stop"] = word
             expected = Expected(ids[: start + 3], text[:start], "stop")

@@ -5,11 +5,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROWS = [
-    [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (ROOT / "docs" / "cases.md").read_text().splitlines()
-    if line.startswith("| ") and not line.startswith("| case |")
-]
+TABLES = re.findall(r"^\| case \|.*\n\|-.*\n((?:\|.*\n)+)", (ROOT / "docs" / "cases.md").read_text(), re.MULTILINE)
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for table in TABLES for line in table.splitlines()]
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
