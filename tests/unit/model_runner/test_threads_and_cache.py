@@ -67,6 +67,11 @@ def resident_bytes(tensor: torch.Tensor) -> int:
     return sum(words[at + 7] >> 7 for at in range(0, len(words), 8)) * page
 
 
+def fresh(num_bytes: int) -> torch.Tensor:
+    """Bytes that nobody has written yet: what an allocator hands out may have been there before."""
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+
+
 def wait_until_resident(tensor: torch.Tensor) -> None:
     deadline = time.monotonic() + 60
     while resident_bytes(tensor) < tensor.nbytes:
@@ -88,8 +93,7 @@ def test_small_memory_is_all_there_when_it_was_taken(num_bytes: int) -> None:
 @on_linux
 def test_large_memory_comes_in_the_background_while_it_is_written_to() -> None:
     """What steps write meanwhile stays, wherever the pages come at that moment."""
-    # Fresh from the system: what an allocator hands out may have been written before.
-    tensor = torch.frombuffer(mmap.mmap(-1, 100 * MIB), dtype=torch.uint8)
+    tensor = fresh(100 * MIB)
     assert resident_bytes(tensor) < tensor.nbytes // 2
     take_pages(tensor, 0)
     for at in range(0, len(tensor), MIB):
@@ -101,7 +105,7 @@ def test_large_memory_comes_in_the_background_while_it_is_written_to() -> None:
 
 def test_where_the_system_can_not_take_pages_zeros_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_madvise", lambda: None)
-    tensor = allocate((100 * MIB,), torch.uint8, CPU)
+    tensor = fresh(100 * MIB)
     before = psutil.Process().memory_info().rss
     take_pages(tensor, 0)
     assert psutil.Process().memory_info().rss >= before + 90 * MIB
