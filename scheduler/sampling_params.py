@@ -143,8 +143,3 @@ class SamplingParams:
     def is_told_at_the_end(self) -> bool:
         """Whether no token is certain to be in the reply before all are."""
         return self.is_choosing or self.is_beam_search
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether each token is the argmax of its logits."""
-        return self.temperature == 0

@@ -67,11 +67,6 @@ class Simulation:
         self.now = 0.0
         self.refused: list[int] = []
 
-    @property
-    def num_taken(self) -> int:
-        """Requests that have arrived."""
-        return self._num_taken
-
     def advance(self) -> bool:
         """Go on by a step, or to the next arrival where nothing is to be done; False once all is over."""
         self._take_arrivals()
