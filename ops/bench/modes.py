@@ -101,6 +101,9 @@ def _measure(
     trace: Trace, lengths: list[Lengths], num_blocks: int, need: int, values: dict[str, Any]
 ) -> tuple[list[ModeRuns], dict[str, Any]]:
     """An engine for each mode, built alike, and their runs by turns; what auto's engine found out about itself."""
+    from worker.openmp import limit_spinning
+
+    limit_spinning()  # as in a worker's engine process; torch is not imported before
     from worker.engine_builder import build_engine
     from worker.engine_config import EngineConfig
 
