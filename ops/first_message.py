@@ -52,7 +52,7 @@ async def show_start(settings: Settings, message: str | None, metrics_url: str |
 
 
 async def _exchange(settings: Settings, message: str) -> None:
-    client = AsyncClient(_url(settings), settings.queue)
+    client = AsyncClient(_url(settings), settings.queues[0])
     messages = [{"role": "user", "content": message}]
     try:
         if num_jobs := await _num_jobs(settings):
@@ -71,8 +71,8 @@ async def _exchange(settings: Settings, message: str) -> None:
 
 
 async def _num_jobs(settings: Settings) -> int:
-    """Jobs that wait or run already."""
-    keys, link = QueueKeys(settings.queue), Link(_url(settings), "greeting")
+    """Jobs of the first queue that wait or run already."""
+    keys, link = QueueKeys(settings.queues[0]), Link(_url(settings), "greeting")
     try:
         lengths = await link.batch([("XLEN", lane) for lane in keys.lanes])
     finally:
@@ -81,9 +81,13 @@ async def _num_jobs(settings: Settings) -> int:
 
 
 def lines_to_try(settings: Settings) -> list[str]:
-    """Commands for another terminal, ready to paste: by redis-cli where there is one, and by `pagemill redis`."""
-    keys = QueueKeys(settings.queue)
-    queue_flag = "" if settings.queue == served_name(DEMO_MODEL) else f" --queue {settings.queue}"
+    """Commands for another terminal, ready to paste: by redis-cli where there is one, and by `pagemill redis`.
+
+    They use the first queue; where there are several all are named.
+    """
+    queue = settings.queues[0]
+    keys = QueueKeys(queue)
+    queue_flag = "" if queue == served_name(DEMO_MODEL) else f" --queue {queue}"
     server_flag = _server_flag(settings)
     pagemill = own_command()
     tools = [f"{pagemill} redis{server_flag}"]
@@ -95,7 +99,7 @@ def lines_to_try(settings: Settings) -> list[str]:
         where += f", with the password in place of {_PASSWORD}"
     lines = [
         "",
-        f"Serving. {where}:",
+        f"Serving{_which_queues(settings)}. {where}:",
         "",
         f"  {pagemill} enqueue{server_flag}{queue_flag} --temperature 0 {shlex.quote(_QUESTION)}",
     ]
@@ -105,6 +109,10 @@ def lines_to_try(settings: Settings) -> list[str]:
         read = ["XREAD", "BLOCK", "4000", "COUNT", "256", "STREAMS", keys.reply(job_id), "0-0"]
         lines += ["", f"  {tool} {shlex.join(job)}", f"  {tool} {shlex.join(read)}"]
     return [*lines, ""]
+
+
+def _which_queues(settings: Settings) -> str:
+    return "" if len(settings.queues) == 1 else " the queues " + ", ".join(settings.queues)
 
 
 def _url(settings: Settings) -> str:

@@ -111,7 +111,8 @@ class Intake:
     async def _opened(self, entry: Entry, envelope: JobEnvelope, result: OpenResult, writer: ReplyWriter) -> None:
         now_ms = self._links.clock.now_ms()
         enqueued_ms = min(now_ms, int(entry.entry_id.partition("-")[0]))
-        job = Job(entry, envelope, writer, JobTimes(enqueued_ms=enqueued_ms, opened_ms=now_ms))
+        times = JobTimes(enqueued_ms=enqueued_ms, opened_ms=now_ms)
+        job = Job(entry, envelope, writer, times, queue=self._links.keys.queue)
         self._table.add(job)
         log.debug("job_opened", attempt=writer.attempt, covered=result.covered, queue_ms=now_ms - enqueued_ms)
         try:

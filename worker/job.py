@@ -39,13 +39,16 @@ class Job:
     writes it after every token.
     """
 
-    def __init__(self, entry: Entry, envelope: JobEnvelope, writer: ReplyWriter, times: JobTimes) -> None:
+    def __init__(
+        self, entry: Entry, envelope: JobEnvelope, writer: ReplyWriter, times: JobTimes, *, queue: str = ""
+    ) -> None:
         self.entry = entry
         self.envelope = envelope
         self.writer = writer
         self.times = times
-        # The engine's name for this job: one attempt's tokens are never taken for another's.
-        self.seq_id = f"{envelope.id}:{writer.attempt}"
+        # The engine's name for this job: one attempt's tokens are never taken for another's, nor for those of a job
+        # of the same id in another queue.
+        self.seq_id = f"{queue}/{envelope.id}:{writer.attempt}"
         self.request: GenerateRequest | None = None
         self.choices: Choices | None = None
         self.prompt_ids: tuple[int, ...] = ()

@@ -17,8 +17,8 @@ from worker.engine_supervisor import EngineSupervisor
 from worker.errors import ErrorCode, JobError, deadline_exceeded
 from worker.job import Job, WorkerNames
 from worker.job_table import JobTable
-from worker.metrics import WorkerMetrics
 from worker.queue_links import QueueLinks
+from worker.queue_metrics import QueueMetrics
 from worker.streams.leases import Entry, Loss
 from worker.streams.reply_writer import ReplyStatus, ReplyWriter, compact
 from worker.streams.scripts import SettleStatus
@@ -37,7 +37,7 @@ class JobsInFlight:
         self,
         table: JobTable,
         links: QueueLinks,
-        metrics: WorkerMetrics,
+        metrics: QueueMetrics,
         *,
         on_room: Callable[[], None],
         recorder: TraceRecorder | None = None,
@@ -58,7 +58,7 @@ class JobsInFlight:
         now_ms = self._links.clock.now_ms()
         for output in report.outputs:
             job = self._table.by_seq_id(output.seq_id)
-            if job is None:  # it ended here before the engine heard of it
+            if job is None:  # another queue's, or it ended here before the engine heard of it
                 continue
             if job.envelope.is_expired(now_ms):
                 self.end(job, deadline_exceeded("running"))
@@ -68,7 +68,6 @@ class JobsInFlight:
                 self.engine.abort(output.seq_id)
             if job.is_over:
                 self._leave_engine(job)
-        self._metrics.observe_scheduler(report.stats, report.times.num_steps)
 
     def on_death(self) -> None:
         """An engine died: a job that was in too many of them is taken for the reason."""
@@ -80,7 +79,6 @@ class JobsInFlight:
 
     def on_restart(self) -> None:
         """A new engine: the jobs go on where they were, and those that came meanwhile begin."""
-        self._metrics.engine_restarted()
         for job in self._table.in_engine():
             for request in job.engine_requests(self._links.clock.now_ms()):
                 if self.engine is not None:

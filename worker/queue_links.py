@@ -9,7 +9,6 @@ from worker.streams.clock import ServerClock
 from worker.streams.connection import Link
 from worker.streams.jobs import JobSource, SourceOptions
 from worker.streams.keys import QueueKeys
-from worker.streams.lanes import LaneOrder
 from worker.streams.leases import Entry, Leases
 from worker.streams.outcomes import Outcomes
 from worker.streams.overload import OldestWatch
@@ -49,18 +48,18 @@ class QueueLinks:
         url: str,
         worker_id: str,
         *,
+        queue: str,
         model: str,
     ) -> Self:
         """Put the parts together; nothing connects yet. Raises StartupError for a URL or a name that can't be used."""
-        keys, clock, limits = QueueKeys(settings.queue), ServerClock(), protocol_limits(settings)
+        keys, clock, limits = QueueKeys(queue), ServerClock(), protocol_limits(settings)
         commands, reading, leasing, events, control = (
             Link(url, name) for name in ("commands", "jobs", "leases", "events", "control")
         )
         scripts = Scripts(commands, keys, worker_id)
         leases = Leases(Scripts(leasing, keys, worker_id), settings.lease_ms)
-        source = JobSource(reading, keys, worker_id, leases, SourceOptions(lease_ms=settings.lease_ms))
-        high, normal, low = settings.lane_weights
-        source.lanes = LaneOrder({"high": high, "normal": normal, "low": low})
+        options = SourceOptions(lease_ms=settings.lease_ms, lane_weights=settings.lane_weights)
+        source = JobSource(reading, keys, worker_id, leases, options)
 
         def envelope_of(entry: Entry, now_ms: int) -> JobEnvelope:
             return parse_envelope(

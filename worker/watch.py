@@ -77,7 +77,7 @@ class Watch:
                 self._jobs.end(job, cancelled(reason, "running"))
 
     async def _read_config(self) -> None:
-        """`paused` stops the taking of jobs; `max_depth` sheds the oldest job of a longer lane."""
+        """`paused` stops the taking of jobs; `max_depth` sheds a longer lane's oldest job; `lane_weights` shares."""
         try:
             config = await read_config(self._links.commands, self._links.keys)
         except StreamsError as error:
@@ -87,4 +87,5 @@ class Watch:
         self.is_paused = config.get("paused", "0") not in ("", "0")
         depth = config.get("max_depth", "0")
         self._links.oldest.max_depth = int(depth) if depth.isascii() and depth.isdecimal() and len(depth) < 19 else 0
+        self._links.source.lanes.apply(config)
         self._on_config()

@@ -1,6 +1,7 @@
 """`pagemill jobs`: what waits and what runs."""
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import click
@@ -20,14 +21,17 @@ _FIELDS = ("status", "worker", "attempt", "crashes", "tenant", "entry")
 @server_options
 @click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Most unfinished jobs to list.")
 def command(queue: str | None, redis_url: str | None, data_dir: str | None, limit: int) -> None:
-    """Show the depth of each lane, the jobs that run, and how many ended how."""
-    settings = client_settings(queue, redis_url, data_dir)
-    lanes, jobs, outcomes = run_on_link(find_server(settings), lambda link: _look(link, settings.queue))
-    print_table(f"Lanes of {settings.queue}", ("lane", "waiting", "held", "oldest"), lanes)
-    if jobs:
-        print_table("Unfinished jobs", ("id", *_FIELDS), jobs[:limit])
-    if outcomes:
-        print_table("Ended, while their records last", ("outcome", "jobs"), sorted(outcomes.items()))
+    """Show the depth of each lane, the jobs that run, and how many ended how, for each queue."""
+    settings = client_settings(queue, redis_url, data_dir, takes_several=True)
+    url = find_server(settings)
+    for name in settings.queues:
+        of = "" if len(settings.queues) == 1 else f" of {name}"
+        lanes, jobs, outcomes = run_on_link(url, partial(_look, queue=name))
+        print_table(f"Lanes of {name}", ("lane", "waiting", "held", "oldest"), lanes)
+        if jobs:
+            print_table(f"Unfinished jobs{of}", ("id", *_FIELDS), jobs[:limit])
+        if outcomes:
+            print_table(f"Ended{of}, while their records last", ("outcome", "jobs"), sorted(outcomes.items()))
 
 
 async def _look(link: Link, queue: str) -> tuple[list[list[Any]], list[list[Any]], Counter[str]]:

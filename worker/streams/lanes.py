@@ -2,30 +2,68 @@
 
 from collections.abc import Mapping, Sequence
 
-from worker.streams.keys import LANES
+import structlog
 
-DEFAULT_WEIGHTS: Mapping[str, int] = {"high": 8, "normal": 4, "low": 1}
+from worker.lane_weights import DEFAULT_LANE_WEIGHTS, parse_lane_weights
+from worker.streams.keys import LANES
+from worker.stride import Stride
+
+log = structlog.get_logger(__name__)
+
+# Name of the operators' setting, a field of the queue's config hash, and of our own.
+LANE_WEIGHTS = "lane_weights"
 
 
 class LaneOrder:
-    """Shares reads among lanes by weight, charged per entry: stride scheduling (Waldspurger 1995).
+    """Shares reads among lanes by weight, charged per entry, so that none starves.
 
-    Each lane has a pass, which grows by 1/weight for each entry read from it; the lane with the least pass is next.
-    An empty lane saves nothing up: its pass moves up to that of the lane that was served. With `is_strict` the order
-    is always high, normal, low.
+    With `strict` the order is always high, normal, low: a lane is read only once those above it are empty, and while
+    they never are it starves, which is what strict means.
     """
 
-    def __init__(self, weights: Mapping[str, int] = DEFAULT_WEIGHTS, *, is_strict: bool = False) -> None:
-        self._weights = {lane: max(1, weights.get(lane, 1)) for lane in LANES}
-        self._passes = dict.fromkeys(LANES, 0.0)
-        self._is_strict = is_strict
+    def __init__(self, weights: str = DEFAULT_LANE_WEIGHTS) -> None:
+        """`weights` like `8:4:1`, or `strict`. Raises ValueError for anything else."""
+        parsed = parse_lane_weights(weights)
+        self._is_strict = parsed is None
+        self._stride = Stride(dict(zip(LANES, parsed or (1, 1, 1), strict=True)))
 
     def order(self) -> Sequence[str]:
         """Lanes in the order in which to try them."""
-        return LANES if self._is_strict else sorted(LANES, key=self._passes.__getitem__)
+        return LANES if self._is_strict else self._stride.order()
 
     def charge(self, lane: str, num_entries: int, empty_lanes: Sequence[str] = ()) -> None:
         """`num_entries` were read from `lane`, after `empty_lanes` had nothing."""
-        for empty in empty_lanes:
-            self._passes[empty] = max(self._passes[empty], self._passes[lane])
-        self._passes[lane] += num_entries / self._weights[lane]
+        self._stride.charge(lane, num_entries, empty_lanes)
+
+    def level(self) -> None:
+        """All lanes were empty: what one was given more than another until now is forgotten."""
+        self._stride.level()
+
+
+class LaneChoice:
+    """The lane weights that hold: the operators' where they have set good ones, else the worker's own."""
+
+    def __init__(self, own: str) -> None:
+        """`own` are the weights by the worker's settings. Raises ValueError."""
+        self._own = own
+        self._seen = ""
+        self._holding = own
+        self.order = LaneOrder(own)
+
+    def apply(self, config: Mapping[str, str]) -> None:
+        """Take over what the operators' settings of the queue say. A bad value is named once, and what held before it
+        goes on to hold; an empty one, like none, brings the worker's own back.
+        """
+        said = config.get(LANE_WEIGHTS, "")
+        if said == self._seen:
+            return
+        self._seen = said
+        try:
+            self._hold(said.strip() or self._own)
+        except ValueError as error:
+            log.error("config_value_ignored", name=LANE_WEIGHTS, value=said[:80], advice=str(error))
+
+    def _hold(self, weights: str) -> None:
+        if weights != self._holding:
+            self.order, self._holding = LaneOrder(weights), weights
+            log.info("lane_weights_set", weights=weights)

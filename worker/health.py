@@ -1,0 +1,70 @@
+"""How a worker is: what `/healthz`, `/readyz` and the registry say of it."""
+
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+from worker.engine_supervisor import EngineSupervisor
+from worker.http_status import Health
+from worker.served_queue import ServedQueue
+from worker.settings import Settings, served_name
+from worker.streams.registry import Beat
+
+
+class WorkerHealth:
+    """Reads the state of the engine and the queues; changes nothing, so that other threads may ask."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: EngineSupervisor,
+        queues: Sequence[ServedQueue],
+        *,
+        is_stopping: Callable[[], bool],
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._queues = queues
+        self._is_stopping = is_stopping
+        self._version = version("pagemill")
+        self._started_ms = int(time.time() * 1000)
+
+    def is_hung(self) -> bool:
+        """Whether the engine has work and has not finished a step for longer than the watchdog allows."""
+        num_in_engine = sum(queue.table.num_in_engine for queue in self._queues)
+        return num_in_engine > 0 and self._engine.seconds_since_step() > self._settings.watchdog_s
+
+    def alive(self) -> Health:
+        """False: restart this worker."""
+        if self.is_hung():
+            return Health(False, f"no step for {self._engine.seconds_since_step():.0f} s while jobs run")
+        return Health(True)
+
+    def ready(self) -> Health:
+        """False: jobs are not taken now, of some queue at least."""
+        if self._is_stopping():
+            return Health(False, "draining")
+        if not self._engine.is_up:
+            return Health(False, "the engine is starting")
+        lost = [queue.name for queue in self._queues if not queue.links.is_connected]
+        if lost:
+            return Health(False, "no connection to Redis", {"queues": lost})
+        return self.alive()
+
+    def beat(self, queue: ServedQueue) -> Beat:
+        """What the registry of `queue` says. The engine's figures are those of the jobs of all queues."""
+        report = self._engine.last_report
+        stats = None if report is None else report.stats
+        used = 0 if stats is None else stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks
+        beat: dict[str, str | int | float] = {
+            "model": served_name(self._settings.model),
+            "version": self._version,
+            "slots": self._settings.max_num_seqs,
+            "held": queue.num_held,
+            "running": 0 if stats is None else stats.num_running,
+            "waiting": 0 if stats is None else stats.num_waiting,
+            "kv_use": 0.0 if stats is None else round(used / stats.num_blocks, 4),
+            "draining": int(self._is_stopping()),
+            "started": self._started_ms,
+        }
+        return beat if len(self._queues) == 1 else beat | {"queues": self._settings.queue}
