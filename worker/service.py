@@ -37,9 +37,11 @@ from worker.jobs_in_flight import JobsInFlight
 from worker.metrics import WorkerMetrics
 from worker.queue_links import QueueLinks
 from worker.settings import Settings, served_name
-from worker.streams.connection import Backoff, check_server
+from worker.streams.connection import Backoff
 from worker.streams.errors import ServerError, StreamsError
+from worker.streams.health import tell
 from worker.streams.leases import Entry
+from worker.streams.server_check import check_server
 from worker.trace_recorder import TraceRecorder
 from worker.watch import Watch
 
@@ -178,7 +180,7 @@ class Service:
 
     async def _start(self, ready: Callable[[ServiceInfo], None] | None, closing: contextlib.ExitStack) -> Started:
         """Everything up to where jobs are taken; what `closing` gets is closed last."""
-        redis_version = await check_server(self._url)
+        redis_version = await check_server(self._url, self._settings.queue, self._links.health)
         status = self._start_status_server()
         if status is not None:
             closing.callback(status.close)
@@ -273,7 +275,7 @@ class Service:
                     entries = await self._links.source.take(room)
                 backoff.reset()
             except StreamsError as error:
-                log.warning("queue_unread", error=str(error))
+                tell(log, "queue_unread", error)
                 await backoff.wait()
                 continue
             for entry in entries:
@@ -329,6 +331,8 @@ class Service:
             return Health(False, "draining")
         if not self._engine.is_up:
             return Health(False, "the engine is starting")
+        if (trouble := self._links.health.trouble) is not None:
+            return Health(False, f"waiting for Redis: {trouble}")
         if not self._links.is_connected:
             return Health(False, "no connection to Redis")
         return self._alive()

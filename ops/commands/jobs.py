@@ -22,7 +22,7 @@ _FIELDS = ("status", "worker", "attempt", "crashes", "tenant", "entry")
 def command(queue: str | None, redis_url: str | None, data_dir: str | None, limit: int) -> None:
     """Show the depth of each lane, the jobs that run, and how many ended how."""
     settings = client_settings(queue, redis_url, data_dir)
-    lanes, jobs, outcomes = run_on_link(find_server(settings), lambda link: _look(link, settings.queue))
+    lanes, jobs, outcomes = run_on_link(find_server(settings), lambda link: _look(link, settings.queue), settings.queue)
     print_table(f"Lanes of {settings.queue}", ("lane", "waiting", "held", "oldest"), lanes)
     if jobs:
         print_table("Unfinished jobs", ("id", *_FIELDS), jobs[:limit])

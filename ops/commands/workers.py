@@ -16,7 +16,7 @@ _FIRST = ("model", "version", "slots", "running", "waiting")
 def command(queue: str | None, redis_url: str | None, data_dir: str | None) -> None:
     """Show the workers that serve a queue, and when each was last heard of."""
     settings = client_settings(queue, redis_url, data_dir)
-    beats = run_on_link(find_server(settings), lambda link: _look(link, settings.queue))
+    beats = run_on_link(find_server(settings), lambda link: _look(link, settings.queue), settings.queue)
     said = {name for _, _, fields in beats for name in fields} - {"beat"}
     columns = [name for name in _FIRST if name in said] + sorted(said - {*_FIRST})
     rows = [[worker, last_beat, *(fields.get(name, "") for name in columns)] for worker, last_beat, fields in beats]
