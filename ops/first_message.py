@@ -1,5 +1,6 @@
 """What `serve` shows once it stands: a first exchange, and the lines to try from another terminal."""
 
+import re
 import secrets
 import shlex
 import shutil
@@ -72,7 +73,8 @@ async def _exchange(settings: Settings, message: str) -> None:
 
 async def _num_jobs(settings: Settings) -> int:
     """Jobs of the first queue that wait or run already."""
-    keys, link = QueueKeys(settings.queues[0]), Link(_url(settings), "greeting")
+    queue = settings.queues[0]
+    keys, link = QueueKeys(queue), Link(_url(settings), "greeting", queue)
     try:
         lengths = await link.batch([("XLEN", lane) for lane in keys.lanes])
     finally:
@@ -92,7 +94,7 @@ def lines_to_try(settings: Settings) -> list[str]:
     pagemill = own_command()
     tools = [f"{pagemill} redis{server_flag}"]
     cli = shutil.which("redis-cli") or shutil.which("valkey-cli")
-    if cli is not None and not _url(settings).startswith("unix:"):  # redis-cli takes no such URL
+    if cli is not None and _url(settings).startswith(("redis://", "rediss://")):  # it takes no other
         tools.insert(0, f"{Path(cli).name} -u {_shell_url(settings)}")
     where = "From another terminal" + (", in this folder" if "/" in pagemill and not pagemill.startswith("/") else "")
     if _PASSWORD in server_flag:
@@ -142,7 +144,7 @@ def without_password(url: str) -> str:
     scheme, separator, rest = url.partition("://")
     login, at, place = rest.rpartition("@")
     place, mark, query = place.partition("?")
-    pairs = [f"password={_PASSWORD}" if pair.startswith("password=") else pair for pair in query.split("&")]
+    pairs = [re.sub(r"(password=).*", rf"\1{_PASSWORD}", pair) for pair in query.split("&")]
     user, colon, _ = login.partition(":")
     if colon:
         login = f"{user or 'default'}:{_PASSWORD}"  # redis-cli 6.2 takes an empty user for a name

@@ -17,7 +17,8 @@ from worker.embedded import URL_FILE, is_in_use
 from worker.errors import StartupError
 from worker.settings import Settings, load_settings
 from worker.settings_words import env_name, flag_name
-from worker.streams.connection import Argument, Link, not_a_url, redacted
+from worker.streams.address import not_a_url, redacted
+from worker.streams.connection import Argument, Link
 from worker.streams.errors import ServerError, StreamsError
 
 Answer = TypeVar("Answer")
@@ -114,11 +115,14 @@ def _as_text(word: Argument) -> str:
     return word.decode("utf-8", "replace") if isinstance(word, bytes) else str(word)
 
 
-def run_on_link(url: str, work: Callable[[Link], Awaitable[Answer]]) -> Answer:
-    """What `work` answers on a connection of its own; its errors name the server, without the password."""
+def run_on_link(url: str, work: Callable[[Link], Awaitable[Answer]], queue: str | None = None) -> Answer:
+    """What `work` answers on a connection of its own, to the server of `queue`.
+
+    Its errors name the server, without the password.
+    """
 
     async def run() -> Answer:
-        link = _NamingLink(url, "command")
+        link = _NamingLink(url, "command", queue)
         try:
             return await work(link)
         except StreamsError as error:

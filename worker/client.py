@@ -52,7 +52,7 @@ class AsyncClient:
         self.keys = QueueKeys(queue)
         self._url = url
         self._retry_s = retry_s
-        self._link = Link(url, "client")
+        self._link = Link(url, "client", queue)
         self._digests: dict[str, str] = {}
 
     async def submit(self, prompt: Prompt, *, job_id: str | None = None, lane: str = "normal", **fields: Any) -> str:
@@ -105,7 +105,7 @@ class AsyncClient:
         key, cursor, patience = self.keys.reply(checked_id(job_id)), ReplyCursor(), _Patience(self._retry_s)
         digest = self._digests.pop(job_id, None)
         deadline = None if limit_s is None else time.monotonic() + limit_s
-        link = Link(self._url, "client-reply")
+        link = Link(self._url, "client-reply", self.keys.queue)
         try:
             while not cursor.is_done:
                 try:
@@ -256,7 +256,7 @@ class _Patience:
         """Sleep before the next try. Raises `error` where no further try makes sense."""
         now = time.monotonic()
         self._since = self._since or now
-        is_final = isinstance(error, ServerError) and not (error.is_passing or error.is_wrong_server)
+        is_final = isinstance(error, ServerError) and not error.is_temporary
         if is_final or now - self._since >= self._retry_s:
             raise error
         await link.reset()

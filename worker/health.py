@@ -46,6 +46,9 @@ class WorkerHealth:
             return Health(False, "draining")
         if not self._engine.is_up:
             return Health(False, "the engine is starting")
+        troubles = {queue.name: queue.links.health.trouble for queue in self._queues}
+        if waits := {name: trouble for name, trouble in troubles.items() if trouble is not None}:
+            return Health(False, f"waiting for Redis: {next(iter(waits.values()))}", {"queues": list(waits)})
         lost = [queue.name for queue in self._queues if not queue.links.is_connected]
         if lost:
             return Health(False, "no connection to Redis", {"queues": lost})

@@ -22,6 +22,7 @@ from worker.parts import Parts
 from worker.served_queue import ServedQueue
 from worker.streams.connection import BLOCK_MS, Backoff
 from worker.streams.errors import StreamsError
+from worker.streams.health import tell
 from worker.streams.jobs import MAX_ENTRIES_PER_READ
 from worker.streams.leases import Entry
 from worker.stride import Stride
@@ -167,7 +168,7 @@ class JobTaking:
                 case _:
                     reader.found = await links.oldest.look()
         except StreamsError as error:
-            log.warning("queue_unread", error=str(error))
+            tell(log, "queue_unread", error)
             reader.doing, reader.num_seats, reader.is_empty = Read.BACKOFF, 0, False
             self._changed.set()
             await reader.backoff.wait()

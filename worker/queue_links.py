@@ -7,6 +7,7 @@ from worker.protocol import JobEnvelope, ProtocolLimits, parse_envelope
 from worker.settings import Settings
 from worker.streams.clock import ServerClock
 from worker.streams.connection import Link
+from worker.streams.health import ServerHealth
 from worker.streams.jobs import JobSource, SourceOptions
 from worker.streams.keys import QueueKeys
 from worker.streams.leases import Entry, Leases
@@ -39,6 +40,7 @@ class QueueLinks:
     control: ControlReader
     marks: CancelMarks
     limits: ProtocolLimits
+    health: ServerHealth
     links: tuple[Link, ...]
 
     @classmethod
@@ -53,8 +55,9 @@ class QueueLinks:
     ) -> Self:
         """Put the parts together; nothing connects yet. Raises StartupError for a URL or a name that can't be used."""
         keys, clock, limits = QueueKeys(queue), ServerClock(), protocol_limits(settings)
+        health = ServerHealth()
         commands, reading, leasing, events, control = (
-            Link(url, name) for name in ("commands", "jobs", "leases", "events", "control")
+            Link(url, name, queue, health) for name in ("commands", "jobs", "leases", "events", "control")
         )
         scripts = Scripts(commands, keys, worker_id)
         leases = Leases(Scripts(leasing, keys, worker_id), settings.lease_ms)
@@ -89,6 +92,7 @@ class QueueLinks:
             control=ControlReader(control, keys),
             marks=CancelMarks(commands, keys),
             limits=limits,
+            health=health,
             links=(commands, reading, leasing, events, control),
         )
 

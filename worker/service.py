@@ -40,8 +40,8 @@ from worker.served_queue import ServedQueue
 from worker.settings import Settings, served_name
 from worker.shutdown import num_held, shut_down
 from worker.signals import signals_call
-from worker.streams.connection import check_server
 from worker.streams.errors import StreamsError
+from worker.streams.server_check import check_server
 from worker.trace_recorder import TraceRecorder
 from worker.worker_id import new_worker_id
 
@@ -207,7 +207,9 @@ class Service:
 
     async def _start(self, ready: Callable[[ServiceInfo], None] | None, closing: contextlib.ExitStack) -> None:
         """Everything up to where jobs are taken; what `closing` gets is closed last."""
-        redis_version = await check_server(self._url)
+        redis_version = ""
+        for queue in self._queues:
+            redis_version = await check_server(self._url, queue.name, queue.links.health)
         status = self._start_status_server()
         if status is not None:
             closing.callback(status.close)

@@ -27,7 +27,15 @@ DEMO_MODEL = "smollm2"
 BATCHED_TOKENS_CUDA = 6144
 BATCHED_TOKENS_CPU = 512
 NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"
-REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+REDIS_SCHEMES = (
+    "redis://",
+    "rediss://",
+    "unix://",
+    "redis+sentinel://",
+    "rediss+sentinel://",
+    "redis+cluster://",
+    "rediss+cluster://",
+)
 
 _MIB = 2**20
 _HOUR_MS = 3_600_000
@@ -108,7 +116,8 @@ class Settings(BaseSettings):
     )
     """Queue that jobs are taken from, or several, which share the worker fairly: letters, digits, `_`, `.`, `-`."""
     redis_url: Annotated[SecretStr, AfterValidator(_redis_url)] | None = None
-    """Redis or Valkey to work with (`redis://`, `rediss://` or `unix://`). Without it an embedded Valkey is started."""
+    """Redis or Valkey to work with: `redis://`, `rediss://`, `unix://`, `redis+sentinel://` or `redis+cluster://` \
+(docs/deploying.md). Without it an embedded Valkey is started."""
     embedded: bool = Field(
         default_factory=lambda data: data["redis_url"] is None,
         json_schema_extra=_shown("on without `redis_url`"),

@@ -13,6 +13,7 @@ from worker.jobs_in_flight import JobsInFlight
 from worker.queue_links import QueueLinks
 from worker.streams.connection import Backoff
 from worker.streams.errors import ServerError, StreamsError
+from worker.streams.health import tell
 from worker.streams.registry import read_config
 
 log = structlog.get_logger(__name__)
@@ -55,7 +56,7 @@ class Watch:
             try:
                 hints = await self._links.control.read()
             except StreamsError as error:
-                log.warning("control_unread", error=str(error))
+                tell(log, "control_unread", error)
                 await backoff.wait()
                 continue
             backoff.reset()
@@ -70,7 +71,7 @@ class Watch:
         try:
             marks = await self._links.marks.check([job.envelope.id for job in jobs])
         except StreamsError as error:
-            log.warning("cancel_marks_unread", error=str(error))
+            tell(log, "cancel_marks_unread", error)
             return
         for job in jobs:
             if (reason := marks.get(job.envelope.id)) is not None:
@@ -82,7 +83,7 @@ class Watch:
             config = await read_config(self._links.commands, self._links.keys)
         except StreamsError as error:
             if not (isinstance(error, ServerError) and error.is_wrong_type):  # the registry names such keys
-                log.warning("queue_config_unread", error=str(error))
+                tell(log, "queue_config_unread", error)
             return
         self.is_paused = config.get("paused", "0") not in ("", "0")
         depth = config.get("max_depth", "0")

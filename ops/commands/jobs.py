@@ -26,7 +26,7 @@ def command(queue: str | None, redis_url: str | None, data_dir: str | None, limi
     url = find_server(settings)
     for name in settings.queues:
         of = "" if len(settings.queues) == 1 else f" of {name}"
-        lanes, jobs, outcomes = run_on_link(url, partial(_look, queue=name))
+        lanes, jobs, outcomes = run_on_link(url, partial(_look, queue=name), name)
         print_table(f"Lanes of {name}", ("lane", "waiting", "held", "oldest"), lanes)
         if jobs:
             print_table(f"Unfinished jobs{of}", ("id", *_FIELDS), jobs[:limit])

@@ -20,7 +20,7 @@ def command(queue: str | None, redis_url: str | None, data_dir: str | None) -> N
     settings = client_settings(queue, redis_url, data_dir, takes_several=True)
     url = find_server(settings)
     for name in settings.queues:
-        _show(name, run_on_link(url, partial(_look, queue=name)))
+        _show(name, run_on_link(url, partial(_look, queue=name), name))
 
 
 def _show(queue: str, beats: list[tuple[str, str, dict[str, str]]]) -> None:

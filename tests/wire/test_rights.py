@@ -7,12 +7,13 @@ import pytest
 from tests.wire.resp import RespClient, RespError
 from tests.wire.workers import TestWorker, push
 from worker.protocol import parse_envelope
-from worker.streams.connection import Link, check_server
+from worker.streams.connection import Link
 from worker.streams.keys import QueueKeys
 from worker.streams.overload import OldestWatch
 from worker.streams.registry import CancelMarks, ControlReader, Registry, add_dead_letter, read_config
 from worker.streams.reply_writer import ReplyStatus
 from worker.streams.scripts import SettleStatus
+from worker.streams.server_check import check_server
 
 WORKER = (
     "resetchannels -@all +@stream -xsetid -xtrim +eval +evalsha +script|load +get +set +strlen +del +unlink +exists"

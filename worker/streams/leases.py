@@ -10,6 +10,7 @@ import structlog
 from worker.errors import ErrorCode
 from worker.streams.connection import Backoff
 from worker.streams.errors import StreamsError
+from worker.streams.health import tell
 from worker.streams.scripts import Scripts
 
 log = structlog.get_logger(__name__)
@@ -118,7 +119,7 @@ class Leases:
                 backoff.reset()
                 await asyncio.sleep(self._period_s)
             except StreamsError as error:
-                log.warning("lease_renewal_failed", num_held=len(self._held), error=str(error))
+                tell(log, "lease_renewal_failed", error, num_held=len(self._held))
                 await backoff.wait()
 
     def _report(self, key: EntryKey, loss: Loss) -> None:

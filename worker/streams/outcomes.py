@@ -9,6 +9,7 @@ from worker.errors import ErrorCode, JobError
 from worker.protocol_envelope import JobEnvelope
 from worker.streams.connection import Backoff, Link
 from worker.streams.errors import ConnectionLostError, ServerError
+from worker.streams.health import tell
 from worker.streams.keys import QueueKeys
 from worker.streams.leases import Entry, Leases
 from worker.streams.scripts import Scripts, SettleStatus
@@ -94,11 +95,11 @@ async def persist(call: Callable[[], Awaitable[_Answer]], *, cap_s: float) -> _A
         try:
             return await call()
         except ConnectionLostError as error:
-            log.warning("redis_call_repeated", error=str(error))
+            tell(log, "redis_call_repeated", error)
         except ServerError as error:
-            if not (error.is_passing or error.is_wrong_server):
+            if not error.is_temporary:
                 raise
-            log.warning("redis_call_repeated", error=str(error))
+            tell(log, "redis_call_repeated", error)
         await backoff.wait()
 
 

@@ -9,6 +9,7 @@ import structlog
 from worker.streams.clock import ServerClock
 from worker.streams.connection import Backoff, Link
 from worker.streams.errors import ServerError, StreamsError
+from worker.streams.health import tell
 from worker.streams.key_check import KeyCheck
 from worker.streams.keys import LANES, QueueKeys
 from worker.streams.leases import Entry
@@ -92,7 +93,7 @@ class Registry:
                 backoff.reset()
                 await asyncio.sleep(self._beat_ms / 1000)
             except StreamsError as error:
-                log.warning("heartbeat_failed", worker=self._worker_id, error=str(error))
+                tell(log, "heartbeat_failed", error, worker=self._worker_id)
                 await backoff.wait()
 
 
