@@ -125,6 +125,11 @@ def digest_of(fields: RawFields) -> str:
     return digest.hexdigest()
 
 
+def id_of_key(tenant: bytes, key: bytes) -> str:
+    """The id of a job that has an `idempotency_key` and no `id`."""
+    return hashlib.sha256(tenant + b"\0" + key).hexdigest()[:32]
+
+
 class _EnvelopeValues:
     """Reads single flat fields; what is wrong goes to `errors`, and the field counts as left out."""
 
@@ -163,7 +168,7 @@ def _job_id(lane: str, entry_id: str, fields: RawFields, is_id_malformed: bool, 
         return fields[b"id"].decode()
     key = fields.get(b"idempotency_key")
     if key:
-        return hashlib.sha256(fields.get(b"tenant", b"") + b"\0" + key).hexdigest()[:32]
+        return id_of_key(fields.get(b"tenant", b""), key)
     if key is not None:
         errors.append(bad_request("idempotency_key is empty: give it a value, or leave it out"))
     return f"{lane}-{entry_id}"

@@ -35,7 +35,7 @@ def test_the_frames_of_the_picture_are_closed() -> None:
 
 def test_no_two_pages_use_one_job_id() -> None:
     """A mark that cancels a job of one page would call off the next page's, and a resend is dropped."""
-    pages = {path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
+    pages = {path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]}
     pages["pagemill redis --help"] = str(redis_command.help)
     seen: dict[str, str] = {}
     for name, text in pages.items():
