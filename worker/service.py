@@ -13,7 +13,6 @@ import os
 import secrets
 import signal
 import socket
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version as distribution_version
@@ -94,7 +93,7 @@ class Service:
         self._url = settings.redis_url.get_secret_value()
         self._worker_id = f"{safe_name(socket.gethostname())}-{os.getpid()}-{secrets.token_hex(4)}"
         self._version = distribution_version("pagemill")
-        self._started_ms = int(time.time() * 1000)
+        self._started_ms = 0
         self._table = JobTable()
         self._metrics = WorkerMetrics(
             worker_id=self._worker_id, queue=settings.queue, model=settings.queue, version=self._version
@@ -105,7 +104,14 @@ class Service:
         self._hurry = asyncio.Event()
         self._links = QueueLinks.make(settings, self._url, self._worker_id, model=settings.queue)
         recorder = None if settings.record_trace is None else TraceRecorder(settings.record_trace)
-        self._jobs = JobsInFlight(self._table, self._links, self._metrics, on_room=self._room.set, recorder=recorder)
+        self._jobs = JobsInFlight(
+            self._table,
+            self._links,
+            self._metrics,
+            on_room=self._room.set,
+            recorder=recorder,
+            stops_unheard=settings.on_client_gone == "stop",
+        )
         self._links.leases.on_loss = self._jobs.on_loss
         config = engine_config(settings)
         if make_engine is None:
@@ -117,7 +123,8 @@ class Service:
             on_restart=self._jobs.on_restart,
         )
         self._jobs.engine = self._engine
-        self._watch = Watch(self._table, self._jobs, self._links, on_config=self._room.set)
+        self._watch = Watch(self._table, self._jobs, self._links, on_config=self._room.set, on_drain=self._drain)
+        self._links.outcomes.on_released = self._room.set
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
 
@@ -144,6 +151,11 @@ class Service:
             self._hurry.set()
         self._stop.set()
         self._room.set()
+
+    def _drain(self) -> None:
+        """An operator's stop, which hurries nothing where another came before."""
+        if not self.is_stopping:
+            self.stop()
 
     @property
     def is_stopping(self) -> bool:
@@ -184,6 +196,7 @@ class Service:
             closing.callback(status.close)
         info, intake = await self._start_engine()
         await self._links.clock.sync(self._links.commands)
+        self._started_ms = self._links.clock.now_ms()
         await self._links.source.ensure_groups()
         background = self._start_background()
         url = None if status is None else f"http://{self._settings.metrics_host}:{status.port}"
@@ -281,12 +294,15 @@ class Service:
             self._metrics.set_jobs_held(len(self._links.leases))
 
     async def _without_room(self) -> list[Entry]:
-        """Wait for room; once a second, take what needs none: jobs that are overdue or called off."""
+        """Wait for room; once a second and on a hint, take what needs none: jobs that are overdue or called off."""
         self._room.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(NO_ROOM_S):
-                await self._room.wait()
-            return []
+        if not self._links.oldest.is_due:
+            with contextlib.suppress(TimeoutError):
+                # What waits in lots looks dead if it isn't looked at within a lease.
+                async with asyncio.timeout(min(NO_ROOM_S, self._settings.lease_ms / 4000)):
+                    await self._room.wait()
+                if not self._links.oldest.is_due:
+                    return []
         return await self._links.oldest.look()
 
     # What others see.
@@ -304,6 +320,7 @@ class Service:
             "waiting": 0 if stats is None else stats.num_waiting,
             "kv_use": 0.0 if stats is None else round(used / stats.num_blocks, 4),
             "draining": int(self._stop.is_set()),
+            "paused": int(self._watch.is_paused),
             "started": self._started_ms,
         }
 

@@ -5,7 +5,7 @@ import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -41,6 +41,19 @@ class SourceOptions:
         So what a dead peer held is taken over within a lease and a quarter, and within 5 s after a long lease.
         """
         return min(MAX_SCAN_MS, max(MIN_SCAN_MS, self.lease_ms // 4))
+
+
+class Picker(Protocol):
+    """Knows which entries of a lane to take, where it isn't simply the oldest."""
+
+    @property
+    def max_block_ms(self) -> int | None:
+        """How long a blocking read may take now; None: as long as it likes."""
+        ...
+
+    async def pick(self, lane: str, max_entries: int) -> list[Entry] | None:
+        """Entries taken, under lease; None: read the lane's head. Raises StreamsError."""
+        ...
 
 
 @dataclass(slots=True)
@@ -80,6 +93,7 @@ class JobSource:
         self._generation = 0
         self._blocked: set[str] = set()
         self.lanes = LaneOrder()
+        self.picker: Picker | None = None
         self.stats = SourceStats()
 
     async def ensure_groups(self) -> None:
@@ -167,13 +181,22 @@ class JobSource:
         empty: list[str] = []
         count = min(room, MAX_ENTRIES_PER_READ)
         for lane in self.lanes.order():
-            answer = await self._ask(lane, *self._read_group("COUNT", count, "STREAMS", self._keys.jobs(lane), ">"))
-            entries = self._entries_of(answer)
+            entries = await self._pick(lane, count)
             if entries:
                 self.lanes.charge(lane, len(entries), empty)
                 return entries
             empty.append(lane)
         return []
+
+    async def _pick(self, lane: str, count: int) -> list[Entry]:
+        """Up to `count` entries of a lane: those whose turn it is, where it isn't simply the oldest one's."""
+        picked = None if self.picker is None else await self.picker.pick(lane, count)
+        if picked is None:
+            answer = await self._ask(lane, *self._read_group("COUNT", count, "STREAMS", self._keys.jobs(lane), ">"))
+            return self._entries_of(answer)
+        self._blocked.discard(lane)
+        self.stats.num_read += len(picked)
+        return picked
 
     async def _read_blocking(self) -> list[Entry]:
         """COUNT is per stream, so this asks for 1 and may bring one entry per lane.
@@ -182,6 +205,8 @@ class JobSource:
         """
         until_scan_ms = int(1000 * (max(self._timers.next_scan, self._timers.quiet_until) - time.monotonic()))
         block_ms = max(1, min(self._options.block_ms, until_scan_ms))
+        if self.picker is not None and self.picker.max_block_ms is not None:
+            block_ms = min(block_ms, self.picker.max_block_ms)
         lanes = [lane for lane in LANES if lane not in self._blocked]
         if not lanes:
             await asyncio.sleep(block_ms / 1000)
