@@ -1,6 +1,5 @@
 """How a worker is: what `/healthz`, `/readyz` and the registry say of it."""
 
-import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
@@ -27,7 +26,8 @@ class WorkerHealth:
         self._queues = queues
         self._is_stopping = is_stopping
         self._version = version("pagemill")
-        self._started_ms = int(time.time() * 1000)
+        # By the server's clock; 0 before it is known.
+        self.started_ms = 0
 
     def is_hung(self) -> bool:
         """Whether the engine has work and has not finished a step for longer than the watchdog allows."""
@@ -68,6 +68,7 @@ class WorkerHealth:
             "waiting": 0 if stats is None else stats.num_waiting,
             "kv_use": 0.0 if stats is None else round(used / stats.num_blocks, 4),
             "draining": int(self._is_stopping()),
-            "started": self._started_ms,
+            "paused": int(queue.is_paused),
+            "started": self.started_ms,
         }
         return beat if len(self._queues) == 1 else beat | {"queues": self._settings.queue}

@@ -100,7 +100,9 @@ class Job:
         if output.finish_reason is FinishReason.ERROR:
             reason = output.error or "the engine can't go on with this job"
             code = ErrorCode.OUT_OF_MEMORY if output.is_out_of_memory else ErrorCode.ENGINE_ERROR
-            self.fail(JobError(code, reason), now_ms)
+            # Some reasons come with their advice.
+            message = reason if ": " in reason else f"{reason}: send the job again with another id"
+            self.fail(JobError(code, message), now_ms)
             return False
         if output.finish_reason is FinishReason.DEADLINE:
             is_first = self.times.first_token_ms is None

@@ -86,7 +86,12 @@ class JobTaking:
         num_seats: int,
         backoff_cap_s: float,
     ) -> None:
-        """`num_seats`: how many jobs the worker holds at most. The reads are tasks of `parts`."""
+        """`num_seats`: how many jobs the worker holds at most. The reads are tasks of `parts`.
+
+        `backoff_cap_s` is well below a lease, and so is the time between two looks: what waits in its tenant's lot
+        looks dead where nobody looks at it for a lease.
+        """
+        self._look_every_s = min(LOOK_EVERY_S, backoff_cap_s)
         self._readers = {queue.name: _Reader(queue, Backoff(backoff_cap_s)) for queue in queues}
         self._turns = Stride(dict.fromkeys(self._readers, 1))
         self._num_seats = num_seats
@@ -140,7 +145,7 @@ class JobTaking:
             reader.unread_since_s = None
         elif reader.unread_since_s is None:
             reader.unread_since_s = now_s
-        elif now_s - reader.unread_since_s >= LOOK_EVERY_S:
+        elif now_s - reader.unread_since_s >= self._look_every_s or reader.queue.links.oldest.is_due:
             reader.unread_since_s = None
             self._start(reader, Read.LOOK, 0, now_s)
 
@@ -178,7 +183,7 @@ class JobTaking:
     async def _until_something_happens(self) -> None:
         """Until a read has ended, something changed, or it is time for a look."""
         looks = [reader.unread_since_s for reader in self._readers.values() if reader.unread_since_s is not None]
-        timeout_s = min(looks, default=time.monotonic()) + LOOK_EVERY_S - time.monotonic()
+        timeout_s = min(looks, default=time.monotonic()) + self._look_every_s - time.monotonic()
         changed = asyncio.create_task(self._changed.wait())
         try:
             await asyncio.wait(

@@ -1,10 +1,14 @@
 """How lanes share a worker, as it is written in settings: `8:4:1`, or `strict`."""
 
+import re
+
 LaneWeights = tuple[int, int, int]
 
 STRICT = "strict"
 DEFAULT_LANE_WEIGHTS = "8:4:1"
 MAX_WEIGHT = 1000
+
+_WEIGHT = re.compile(r"[0-9]{1,4}")
 
 
 def parse_lane_weights(text: str) -> LaneWeights | None:
@@ -15,9 +19,10 @@ def parse_lane_weights(text: str) -> LaneWeights | None:
     if text.strip() == STRICT:
         return None
     parts = [part.strip() for part in text.split(":")]
-    if len(parts) != 3 or not all(part.isascii() and part.isdecimal() for part in parts):
-        raise ValueError(f"use three whole numbers as high:normal:low, like {DEFAULT_LANE_WEIGHTS}, or {STRICT}")
-    if not all(len(part) <= 4 and 1 <= int(part) <= MAX_WEIGHT for part in parts):
-        raise ValueError(f"use weights from 1 to {MAX_WEIGHT}; {STRICT} lets a lane wait for all above it")
+    if not (len(parts) == 3 and all(_WEIGHT.fullmatch(part) and 1 <= int(part) <= MAX_WEIGHT for part in parts)):
+        raise ValueError(
+            f"use {STRICT}, or three whole numbers from 1 to {MAX_WEIGHT} as high:normal:low, "
+            f"like {DEFAULT_LANE_WEIGHTS}"
+        )
     high, normal, low = map(int, parts)
     return high, normal, low

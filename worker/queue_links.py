@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Self
 
+from scheduler.policy_names import PolicyName, parse_policy
 from worker.protocol import JobEnvelope, ProtocolLimits, parse_envelope
 from worker.settings import Settings
+from worker.streams.admission import Admission
 from worker.streams.clock import ServerClock
 from worker.streams.connection import Link
 from worker.streams.health import ServerHealth
@@ -16,6 +18,7 @@ from worker.streams.overload import OldestWatch
 from worker.streams.registry import CancelMarks, ControlReader, Registry
 from worker.streams.replies import Replies
 from worker.streams.scripts import Scripts
+from worker.streams.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class QueueLinks:
     replies: Replies
     outcomes: Outcomes
     oldest: OldestWatch
+    admission: Admission
     registry: Registry
     control: ControlReader
     marks: CancelMarks
@@ -69,6 +73,12 @@ class QueueLinks:
                 entry.lane, entry.entry_id, entry.fields, now_ms=now_ms, repeated=entry.repeated, limits=limits
             )
 
+        admission = Admission(scripts, lease_ms=settings.lease_ms, run_ttl_ms=settings.run_ttl_ms)
+        oldest = OldestWatch(
+            *(commands, scripts, keys, clock, leases, envelope_of, settings.max_queue_depth, settings.lease_ms // 3)
+        )
+        is_fair = PolicyName.FAIR in parse_policy(settings.scheduling_policy)
+        source.picker = Turns(oldest, admission, leases, is_fair=is_fair)
         return cls(
             keys=keys,
             clock=clock,
@@ -87,7 +97,8 @@ class QueueLinks:
                 backoff_cap_s=settings.lease_ms / 6000,
             ),
             outcomes=Outcomes(scripts, leases, settings.lease_ms),
-            oldest=OldestWatch(commands, scripts, keys, clock, leases, envelope_of),
+            oldest=oldest,
+            admission=admission,
             registry=Registry(commands, scripts, keys, worker_id, clock, settings.heartbeat_ms),
             control=ControlReader(control, keys),
             marks=CancelMarks(commands, keys),

@@ -43,14 +43,23 @@ class ServedQueue:
         model: str,
         recorder: TraceRecorder | None,
         on_change: Callable[[], None],
+        on_drain: Callable[[], None],
     ) -> None:
-        """`model` is the name that replies tell. Nothing connects yet."""
+        """`model` is the name that replies tell. `on_drain`: operators stop this worker. Nothing connects yet."""
         self.name = queue
         self.metrics = metrics
         self.links = QueueLinks.make(settings, url, worker_id, queue=queue, model=model)
         self.table = JobTable()
-        self.jobs = JobsInFlight(self.table, self.links, metrics, on_room=on_change, recorder=recorder)
-        self.watch = Watch(self.table, self.jobs, self.links, on_config=on_change)
+        self.jobs = JobsInFlight(
+            self.table,
+            self.links,
+            metrics,
+            on_room=on_change,
+            recorder=recorder,
+            stops_unheard=settings.on_client_gone == "stop",
+        )
+        self.watch = Watch(self.table, self.jobs, self.links, on_config=on_change, on_drain=on_drain)
+        self.links.outcomes.on_released = on_change
         self.links.leases.on_loss = self.jobs.on_loss
         self._max_wait_s = settings.lease_ms / 6000
         self._parts = parts

@@ -122,6 +122,7 @@ class Service:
                 model=self._model,
                 recorder=recorder,
                 on_change=self._room.set,
+                on_drain=self._drain,
             )
             for queue in settings.queues
         ]
@@ -149,6 +150,11 @@ class Service:
             self._hurry.set()
         self._stop.set()
         self._room.set()
+
+    def _drain(self) -> None:
+        """An operator's stop, which hurries nothing where another came before."""
+        if not self.is_stopping:
+            self.stop()
 
     def _stop_now(self) -> None:
         self.stop()
@@ -216,6 +222,7 @@ class Service:
         info = await self._start_engine()
         for queue in self._queues:
             await queue.prepare()
+        self._health.started_ms = self._queues[0].links.clock.now_ms()
         self._parts.spawn("engine", self._engine.follow())
         for queue in self._queues:
             queue.start_parts(may_renew=lambda: not self._health.is_hung(), beat=partial(self._health.beat, queue))

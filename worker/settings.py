@@ -201,6 +201,10 @@ class Settings(BaseSettings):
     """Milliseconds that an unfinished reply is kept; longer than any outage, and than any finished reply."""
     max_job_bytes: int = Field(default=_MIB, ge=1024, le=256 * _MIB)
     """Largest job: the sum of all its fields, in bytes."""
+    max_queue_depth: int = Field(default=0, ge=0, le=10**12)
+    """Most jobs of one lane, waiting and running; beyond it the oldest end with `overloaded`. 0 is no limit."""
+    on_client_gone: Literal["stop", "finish"] = "stop"
+    """What becomes of a job whose reply was deleted or has expired: it stops, or runs to its end unheard."""
     lane_weights: Annotated[str, AfterValidator(_lane_weights), "number:number:number, strict"] = DEFAULT_LANE_WEIGHTS
     """Shares of the lanes high, normal and low while all have jobs; with `strict` one starves while those above do."""
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import click
 
+from ops.queue_control import is_paused
 from ops.server import client_settings, find_server, run_on_link, server_options
 from ops.tables import age, print_table
 from worker.streams.connection import Link
 from worker.streams.errors import ServerError
-from worker.streams.keys import GROUP, LANES, QueueKeys
+from worker.streams.keys import GROUP, LANES, QueueKeys, is_waiting_name
 
 # Records looked at in one go; a queue may keep very many of finished jobs.
 _SCAN_COUNT = 500
@@ -27,6 +28,8 @@ def command(queue: str | None, redis_url: str | None, data_dir: str | None, limi
     for name in settings.queues:
         of = "" if len(settings.queues) == 1 else f" of {name}"
         lanes, jobs, outcomes = run_on_link(url, partial(_look, queue=name), name)
+        if run_on_link(url, partial(is_paused, queue=name), name):
+            click.echo(f"Queue {name} is paused: `pagemill resume` lets it go on", err=True)
         print_table(f"Lanes of {name}", ("lane", "waiting", "held", "oldest"), lanes)
         if jobs:
             print_table(f"Unfinished jobs{of}", ("id", *_FIELDS), jobs[:limit])
@@ -65,7 +68,11 @@ async def _lane(link: Link, key: str, now_ms: int) -> tuple[int | str, int | str
     if kind != "stream":
         return "", "", f"{key} holds a {kind}: RENAME or DEL it"
     groups = [dict(zip(flat[::2], flat[1::2], strict=True)) for flat in await link.call("XINFO", "GROUPS", key)]
-    held = sum(group[b"pending"] for group in groups if group[b"name"] == GROUP.encode())
+    held = 0
+    if any(group[b"name"] == GROUP.encode() for group in groups):
+        consumers = await link.call("XINFO", "CONSUMERS", key, GROUP)
+        pending = {flat[1].decode(): flat[3] for flat in consumers}
+        held = sum(number for name, number in pending.items() if not is_waiting_name(name))
     length = await link.call("XLEN", key)
     stream = await link.call("XINFO", "STREAM", key)
     first = dict(zip(stream[::2], stream[1::2], strict=True))[b"first-entry"]

@@ -49,7 +49,7 @@ def build(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     max_model_len = config.max_model_len or num_blocks * BLOCK_SIZE
     scheduler = Scheduler(
         SchedulerConfig(max_model_len=max_model_len, max_num_seqs=config.max_num_seqs),
-        CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE),
+        CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_cpu_blocks=config.num_swap_blocks or 0),
     )
     info = EngineInfo(
         max_model_len=max_model_len,

@@ -70,7 +70,7 @@ async def test_lanes_are_served_by_weight_and_none_starves(make_worker: MakeWork
 
 async def test_strict_order_serves_the_low_lane_last(make_worker: MakeWorker, raw: RespClient) -> None:
     worker = make_worker("w")
-    worker.source.lanes.apply({"lane_weights": "strict"})
+    worker.source.lanes.apply("strict")
     for lane in LANES:
         add(raw, worker, lane, 10)
     entries = await worker.take(30, room=30)

@@ -74,7 +74,7 @@ async def test_a_worker_without_room_looks_past_a_lane_of_another_type(
     raw.call("SET", worker.keys.jobs("high"), "something else")
     await push(worker, "low", id="a", prompt="x", deadline_ms="5")
     assert [entry.lane for entry in await watch.look()] == ["low"]
-    assert await worker.scripts.take_oldest("high", "1-1") is None
+    assert await worker.scripts.take_waiting("high", "1-1") is None
 
 
 async def test_every_shared_key_of_another_type_is_named_and_only_now_and_then(

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -42,6 +42,19 @@ class SourceOptions:
         So what a dead peer held is taken over within a lease and a quarter, and within 5 s after a long lease.
         """
         return min(MAX_SCAN_MS, max(MIN_SCAN_MS, self.lease_ms // 4))
+
+
+class Picker(Protocol):
+    """Knows which entries of a lane to take, where it isn't simply the oldest."""
+
+    @property
+    def max_block_ms(self) -> int | None:
+        """How long a blocking read may take now; None: as long as it likes."""
+        ...
+
+    async def pick(self, lane: str, max_entries: int) -> list[Entry] | None:
+        """Entries taken, under lease; None: read the lane's head. Raises StreamsError."""
+        ...
 
 
 @dataclass(slots=True)
@@ -81,6 +94,7 @@ class JobSource:
         self._generation = 0
         self._blocked: set[str] = set()
         self.lanes = LaneChoice(options.lane_weights)
+        self.picker: Picker | None = None
         self.stats = SourceStats()
 
     async def ensure_groups(self) -> None:
@@ -121,12 +135,13 @@ class JobSource:
     @property
     def must_look(self) -> bool:
         """Whether only `take_at_once` may find something, though it has found nothing just now: a scan is due, the
-        connection is another, or a lane that held something else may have been put right.
+        connection is another, tenants have to wait, or a lane that held something else may have been put right.
         """
         timers, now = self._timers, time.monotonic()
         is_connected = self._link.is_up and self._link.generation == self._generation
         is_due = now >= min(max(timers.next_scan, timers.quiet_until), timers.next_reconcile)
-        return is_due or not is_connected or bool(self._blocked)
+        is_waited_for = self.picker is not None and self.picker.max_block_ms is not None
+        return is_due or not is_connected or is_waited_for or bool(self._blocked)
 
     async def _with_groups(self, read: Callable[[], Awaitable[list[Entry]]]) -> list[Entry]:
         try:
@@ -194,14 +209,23 @@ class JobSource:
         empty: list[str] = []
         count = min(room, MAX_ENTRIES_PER_READ)
         for lane in self.lanes.order.order():
-            answer = await self._ask(lane, *self._read_group("COUNT", count, "STREAMS", self._keys.jobs(lane), ">"))
-            entries = self._entries_of(answer)
+            entries = await self._pick(lane, count)
             if entries:
                 self.lanes.order.charge(lane, len(entries), empty)
                 return entries
             empty.append(lane)
         self.lanes.order.level()
         return []
+
+    async def _pick(self, lane: str, count: int) -> list[Entry]:
+        """Up to `count` entries of a lane: those whose turn it is, where it isn't simply the oldest one's."""
+        picked = None if self.picker is None else await self.picker.pick(lane, count)
+        if picked is None:
+            answer = await self._ask(lane, *self._read_group("COUNT", count, "STREAMS", self._keys.jobs(lane), ">"))
+            return self._entries_of(answer)
+        self._blocked.discard(lane)
+        self.stats.num_read += len(picked)
+        return picked
 
     async def _read_blocking(self, block_ms: int) -> list[Entry]:
         """COUNT is per stream, so this asks for 1 and may bring one entry per lane.
@@ -210,6 +234,8 @@ class JobSource:
         """
         until_scan_s = max(self._timers.next_scan, self._timers.quiet_until) - time.monotonic()
         block_ms = max(1, int(min(block_ms, 1000 * until_scan_s)))
+        if self.picker is not None and self.picker.max_block_ms is not None:
+            block_ms = min(block_ms, self.picker.max_block_ms)
         lanes = [lane for lane in LANES if lane not in self._blocked]
         if not lanes:
             await asyncio.sleep(block_ms / 1000)

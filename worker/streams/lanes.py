@@ -1,6 +1,6 @@
 """Which lane to read next."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import structlog
 
@@ -9,9 +9,6 @@ from worker.streams.keys import LANES
 from worker.stride import Stride
 
 log = structlog.get_logger(__name__)
-
-# Name of the operators' setting, a field of the queue's config hash, and of our own.
-LANE_WEIGHTS = "lane_weights"
 
 
 class LaneOrder:
@@ -46,24 +43,15 @@ class LaneChoice:
     def __init__(self, own: str) -> None:
         """`own` are the weights by the worker's settings. Raises ValueError."""
         self._own = own
-        self._seen = ""
         self._holding = own
         self.order = LaneOrder(own)
 
-    def apply(self, config: Mapping[str, str]) -> None:
-        """Take over what the operators' settings of the queue say. A bad value is named once, and what held before it
-        goes on to hold; an empty one, like none, brings the worker's own back.
-        """
-        said = config.get(LANE_WEIGHTS, "")
-        if said == self._seen:
-            return
-        self._seen = said
-        try:
-            self._hold(said.strip() or self._own)
-        except ValueError as error:
-            log.error("config_value_ignored", name=LANE_WEIGHTS, value=said[:80], advice=str(error))
+    def apply(self, weights: str | None) -> None:
+        """Take over what the operators' settings of the queue say; None brings the worker's own back.
 
-    def _hold(self, weights: str) -> None:
+        Raises ValueError.
+        """
+        weights = self._own if weights is None else weights
         if weights != self._holding:
             self.order, self._holding = LaneOrder(weights), weights
             log.info("lane_weights_set", weights=weights)

@@ -52,9 +52,13 @@ class Registry:
         await self._forget_silent_workers()
 
     async def leave(self) -> None:
-        """Takes this worker out of the registry."""
+        """Takes this worker out of the registry, and what told it to stop out of the config: no other has its name."""
         await self._link.batch(
-            [("ZREM", self._keys.workers, self._worker_id), ("DEL", self._keys.worker(self._worker_id))]
+            [
+                ("ZREM", self._keys.workers, self._worker_id),
+                ("DEL", self._keys.worker(self._worker_id)),
+                ("HDEL", self._keys.config, f"drain:{self._worker_id}"),
+            ]
         )
 
     async def sweep(self) -> None:

@@ -101,6 +101,12 @@ class Replies:
         self._dirty.pop(writer, None)
         self._tell_progress()
 
+    async def abandon(self, writer: ReplyWriter) -> None:
+        """The client is gone: takes the reply away that this attempt has begun. Raises StreamsError."""
+        await self._reader.call("DEL", self._keys.reply(writer.job_id))
+        if writer in self._live:
+            self._close(writer, ReplyStatus.ABANDONED)
+
     async def drained(self, writer: ReplyWriter) -> None:
         """Waits until everything that was given to `writer` is written, or can't be."""
         writer.hurry()

@@ -63,11 +63,12 @@ def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> N
         ({"queue": "b,a, b"}, "--queue is 'b,a, b': b is there more than once: name each queue once"),
         (
             {"lane_weights": "8:4"},
-            "--lane-weights is '8:4': use three whole numbers as high:normal:low, like 8:4:1, or strict",
+            "--lane-weights is '8:4': use strict, or three whole numbers from 1 to 1000 as high:normal:low, like 8:4:1",
         ),
         (
             {"lane_weights": "8:0:1"},
-            "--lane-weights is '8:0:1': use weights from 1 to 1000; strict lets a lane wait for all above it",
+            "--lane-weights is '8:0:1': use strict, or three whole numbers from 1 to 1000 as high:normal:low, "
+            "like 8:4:1",
         ),
         ({"metrics_port": "65536"}, "--metrics-port is '65536': use 65535 or less"),
         ({"enable_prefix_caching": "perhaps"}, "--enable-prefix-caching is 'perhaps': use true or false"),
