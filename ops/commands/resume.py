@@ -12,6 +12,6 @@ def command(queue: str | None, redis_url: str | None, data_dir: str | None) -> N
     """Let a queue go on that `pagemill pause` has stopped."""
     settings = client_settings(queue, redis_url, data_dir)
     url = find_server(settings)
-    was_paused = run_on_link(url, lambda link: is_paused(link, settings.queue))
+    was_paused = run_on_link(url, lambda link: is_paused(link, settings.queue), settings.queue)
     run_on_link(url, lambda link: set_config(link, settings.queue, {"paused": None}), settings.queue)
     click.echo(f"queue {settings.queue} goes on" if was_paused else f"queue {settings.queue} was not paused")
