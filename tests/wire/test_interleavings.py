@@ -197,6 +197,7 @@ async def dawdle(rng: random.Random) -> None:
     ],
 )
 @pytest.mark.parametrize("num_seeds", [8, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.two_servers
 async def test_in_every_order_every_client_sees_one_whole_reply(
     make_worker: MakeWorker, raw: RespClient, deeds: list[str], num_seeds: int
 ) -> None:

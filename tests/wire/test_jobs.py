@@ -16,6 +16,8 @@ from worker.streams.keys import LANES
 from worker.streams.lanes import LaneOrder
 from worker.streams.leases import Entry, EntryKey
 
+pytestmark = pytest.mark.every_topology
+
 
 def add(raw: RespClient, worker: TestWorker, lane: str, num: int) -> list[str]:
     answers = raw.pipeline(*[("XADD", worker.keys.jobs(lane), "*", "prompt", "x")] * num)

@@ -53,9 +53,9 @@ class TestWorker:
     def __init__(self, url: str, keys: QueueKeys, name: str) -> None:
         self.keys = keys
         self.name = name
-        self.commands = FaultyLink(url, "commands")
-        self.jobs_link = FaultyLink(url, "jobs")
-        self.reply_link = FaultyLink(url, "replies")
+        self.commands = FaultyLink(url, "commands", keys.queue)
+        self.jobs_link = FaultyLink(url, "jobs", keys.queue)
+        self.reply_link = FaultyLink(url, "replies", keys.queue)
         self.clock = ServerClock()
         self.losses: list[tuple[Entry, Loss]] = []
         self.scripts = Scripts(self.commands, keys, name)

@@ -11,6 +11,7 @@ What stands after `?` are the driver's options by their own names: `ssl_ca_certs
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
@@ -44,7 +45,7 @@ class Address:
 
     `nodes` are the server, the Sentinels, or the nodes of the Cluster that are asked first; empty for a Unix socket.
     `options` are the driver's for the server itself, without host and port; `sentinel_options` those for Sentinels.
-    `timeout_s`: seconds that an answer may take.
+    `timeout_s`: seconds that an answer may take. `tls` are the certificates, which are read once.
     """
 
     url: str
@@ -55,6 +56,7 @@ class Address:
     timeout_s: float
     service: str = ""
     sentinel_options: Mapping[str, Any] | None = None
+    tls: Any = None
 
     def of_sentinels(self) -> "Address":
         """How to talk to the Sentinels."""
@@ -73,6 +75,7 @@ class Address:
         return f"{scheme}://{login}{at}{host}:{node[1]}/{self.options.get('db', 0)}{query}"
 
 
+@lru_cache(maxsize=64)
 def parse_address(url: str) -> Address:
     """What `url` says. Raises StartupError, one line without the password."""
     try:
@@ -89,14 +92,14 @@ def parse_address(url: str) -> Address:
                 address = _cluster(url)
             case _:
                 raise ValueError(f"there is no {parts.scheme}")
-        address.kind(**address.options)  # the driver has its own opinion of options
+        example = address.kind(**address.options)  # the driver has its own opinion of options
     except (ValueError, TypeError, RedisError):
         raise not_a_url(url) from None
     for name in _FILE_OPTIONS:
         path = address.options.get(name)
         if path is not None and not Path(path).exists():
             raise StartupError(f"{redacted(url)}: {name} names {path}, which doesn't exist")
-    return address
+    return replace(address, tls=getattr(example, "ssl_context", None))
 
 
 def redacted(url: str) -> str:

@@ -1,4 +1,4 @@
-"""One connection of the driver's, made once and never again: RESP2, bytes, no retries, named errors."""
+"""One connection of the driver's: RESP2, bytes, no retries, named errors."""
 
 import asyncio
 import re
@@ -20,12 +20,14 @@ _OURS = {"protocol": 2, "retry": Retry(NoBackoff(), 0), "socket_timeout": None}
 
 
 class Wire:
-    """A connection to one server. After a ConnectionLostError it is of no use any more; close it."""
+    """A connection to one server. After a ConnectionLostError `close` it; then it may be made anew."""
 
     def __init__(self, address: Address, node: Node | None) -> None:
         """`node` is None for a Unix socket."""
         place = {} if node is None else {"host": node[0], "port": node[1]}
         self._connection = address.kind(**address.options, **place, **_OURS)
+        if address.tls is not None:
+            self._connection.ssl_context = address.tls
         self._timeout_s = address.timeout_s
         self._connect_timeout_s = float(address.options["socket_connect_timeout"]) + 1
         self.node = node
@@ -59,7 +61,10 @@ class Wire:
             raise _lost("the connection to Redis was lost", error) from error
 
     async def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection at once; what was sent and not answered yet is given up."""
+        # TLS would wait for the other end to agree, for half a minute where that is gone.
+        if self._connection._writer is not None:
+            self._connection._writer.transport.abort()
         await self._connection.disconnect(nowait=True)
 
     async def _read(self) -> Any:
