@@ -12,7 +12,7 @@ a queue whose server is slow, or that can't be read at all, holds up no other.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -82,10 +82,10 @@ class JobTaking:
         parts: Parts,
         changed: asyncio.Event,
         *,
-        num_seats: int,
+        num_seats: Callable[[], int],
         backoff_cap_s: float,
     ) -> None:
-        """`num_seats`: how many jobs the worker holds at most. The reads are tasks of `parts`."""
+        """`num_seats`: how many jobs the worker may hold now. The reads are tasks of `parts`."""
         self._readers = {queue.name: _Reader(queue, Backoff(backoff_cap_s)) for queue in queues}
         self._turns = Stride(dict.fromkeys(self._readers, 1))
         self._num_seats = num_seats
@@ -109,7 +109,7 @@ class JobTaking:
     def _start_reads(self, now_s: float) -> None:
         readers = [self._readers[name] for name in self._turns.order()]
         num_free = self._num_free(now_s)
-        if num_free <= 0 and not any(reader.num_seats for reader in readers):
+        if num_free <= 0 and not any(reader.seats(now_s) for reader in readers):
             for reader in readers:
                 reader.is_empty = False  # by the time that there is room again nobody knows
         open_ = [reader for reader in readers if reader.doing is Read.NONE and not reader.queue.is_paused]
@@ -145,7 +145,7 @@ class JobTaking:
 
     def _num_free(self, now_s: float) -> int:
         readers = self._readers.values()
-        return self._num_seats - sum(reader.queue.num_held + reader.seats(now_s) for reader in readers)
+        return self._num_seats() - sum(reader.queue.num_held + reader.seats(now_s) for reader in readers)
 
     # Reads.
 

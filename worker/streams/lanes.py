@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 
 import structlog
 
-from worker.lane_weights import DEFAULT_LANE_WEIGHTS, parse_lane_weights
+from worker.lane_weights import STRICT, LaneWeights, parse_lane_weights
 from worker.streams.keys import LANES
 from worker.stride import Stride
 
 log = structlog.get_logger(__name__)
 
-# Name of the operators' setting, a field of the queue's config hash, and of our own.
+# The operators' setting: a field of the queue's config hash.
 LANE_WEIGHTS = "lane_weights"
 
 
@@ -21,11 +21,10 @@ class LaneOrder:
     they never are it starves, which is what strict means.
     """
 
-    def __init__(self, weights: str = DEFAULT_LANE_WEIGHTS) -> None:
-        """`weights` like `8:4:1`, or `strict`. Raises ValueError for anything else."""
-        parsed = parse_lane_weights(weights)
-        self._is_strict = parsed is None
-        self._stride = Stride(dict(zip(LANES, parsed or (1, 1, 1), strict=True)))
+    def __init__(self, weights: LaneWeights = (8, 4, 1)) -> None:
+        self._is_strict = weights == STRICT
+        shares = (1, 1, 1) if weights == STRICT else weights
+        self._stride = Stride(dict(zip(LANES, shares, strict=True)))
 
     def order(self) -> Sequence[str]:
         """Lanes in the order in which to try them."""
@@ -41,29 +40,31 @@ class LaneOrder:
 
 
 class LaneChoice:
-    """The lane weights that hold: the operators' where they have set good ones, else the worker's own."""
+    """The order of lanes that holds: by the operators' weights, where they have set some, else by the worker's own."""
 
-    def __init__(self, own: str) -> None:
-        """`own` are the weights by the worker's settings. Raises ValueError."""
+    def __init__(self, own: LaneWeights) -> None:
+        """`own` are the weights by the worker's settings."""
         self._own = own
         self._seen = ""
-        self._holding = own
+        self.weights = own
         self.order = LaneOrder(own)
 
+    def use(self, weights: LaneWeights | None) -> None:
+        """From now on `weights` hold; None: the worker's own."""
+        if (weights := weights or self._own) != self.weights:
+            self.order, self.weights = LaneOrder(weights), weights
+            log.info("lane_weights_set", weights=weights)
+
     def apply(self, config: Mapping[str, str]) -> None:
-        """Take over what the operators' settings of the queue say. A bad value is named once, and what held before it
-        goes on to hold; an empty one, like none, brings the worker's own back.
+        """Take over what the operators' settings of the queue say; a value that can't be used counts as none, and is
+        named once.
         """
-        said = config.get(LANE_WEIGHTS, "")
+        said = config.get(LANE_WEIGHTS, "").strip()
         if said == self._seen:
             return
         self._seen = said
         try:
-            self._hold(said.strip() or self._own)
+            self.use(parse_lane_weights(said) if said else None)
         except ValueError as error:
+            self.use(None)
             log.error("config_value_ignored", name=LANE_WEIGHTS, value=said[:80], advice=str(error))
-
-    def _hold(self, weights: str) -> None:
-        if weights != self._holding:
-            self.order, self._holding = LaneOrder(weights), weights
-            log.info("lane_weights_set", weights=weights)
