@@ -12,7 +12,7 @@ a queue whose server is slow, or that can't be read at all, holds up no other.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -83,10 +83,10 @@ class JobTaking:
         parts: Parts,
         changed: asyncio.Event,
         *,
-        num_seats: int,
+        num_seats: Callable[[], int],
         backoff_cap_s: float,
     ) -> None:
-        """`num_seats`: how many jobs the worker holds at most. The reads are tasks of `parts`.
+        """`num_seats`: how many jobs the worker may hold now. The reads are tasks of `parts`.
 
         `backoff_cap_s` is well below a lease, and so is the time between two looks: what waits in its tenant's lot
         looks dead where nobody looks at it for a lease.
@@ -115,7 +115,7 @@ class JobTaking:
     def _start_reads(self, now_s: float) -> None:
         readers = [self._readers[name] for name in self._turns.order()]
         num_free = self._num_free(now_s)
-        if num_free <= 0 and not any(reader.num_seats for reader in readers):
+        if num_free <= 0 and not any(reader.seats(now_s) for reader in readers):
             for reader in readers:
                 reader.is_empty = False  # by the time that there is room again nobody knows
         open_ = [reader for reader in readers if reader.doing is Read.NONE and not reader.queue.is_paused]
@@ -151,7 +151,7 @@ class JobTaking:
 
     def _num_free(self, now_s: float) -> int:
         readers = self._readers.values()
-        return self._num_seats - sum(reader.queue.num_held + reader.seats(now_s) for reader in readers)
+        return self._num_seats() - sum(reader.queue.num_held + reader.seats(now_s) for reader in readers)
 
     # Reads.
 

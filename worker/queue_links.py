@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from scheduler.policy_names import PolicyName, parse_policy
+from worker.lane_weights import parse_lane_weights
 from worker.protocol import JobEnvelope, ProtocolLimits, parse_envelope
 from worker.settings import Settings
 from worker.streams.admission import Admission
@@ -27,7 +28,7 @@ class QueueLinks:
 
     Five connections: `source` and `control` block in their reads; `leases` has one to itself, so that renewal never
     waits for anything else; events go over a fourth, whose loss has a meaning of its own; all other commands share
-    the fifth.
+    the fifth. No two queues share one: each queue is one slot, which may lie on a server of its own.
     """
 
     keys: QueueKeys
@@ -65,7 +66,8 @@ class QueueLinks:
         )
         scripts = Scripts(commands, keys, worker_id)
         leases = Leases(Scripts(leasing, keys, worker_id), settings.lease_ms)
-        options = SourceOptions(lease_ms=settings.lease_ms, lane_weights=settings.lane_weights)
+        weights = parse_lane_weights(settings.lane_weights)
+        options = SourceOptions(lease_ms=settings.lease_ms, lane_weights=weights)
         source = JobSource(reading, keys, worker_id, leases, options)
 
         def envelope_of(entry: Entry, now_ms: int) -> JobEnvelope:

@@ -130,16 +130,17 @@ class ServedQueue:
         """Give every unfinished job to a peer, those first taken in that are just coming."""
         if self._accepting:
             await asyncio.wait(self._accepting)
-        for job in self.table:
-            if not job.is_over:
-                await self._hand_over(job)
+        with structlog.contextvars.bound_contextvars(queue=self.name):
+            for job in self.table:
+                if not job.is_over:
+                    await self._hand_over(job)
 
     async def _hand_over(self, job: Job) -> None:
         """Give a job to a peer; where that fails, its lease runs out, and the others are handed over all the same."""
         try:
             await self.jobs.hand_over(job)
         except StreamsError as error:
-            log.error("hand_over_failed", queue=self.name, request_id=job.envelope.id, error=str(error))
+            log.error("hand_over_failed", request_id=job.envelope.id, error=str(error))
             self.links.leases.release(job.entry.key)
 
     async def close(self) -> None:

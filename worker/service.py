@@ -97,7 +97,10 @@ class Service:
             worker_id=self._worker_id, queues=settings.queues, model=self._model, version=version("pagemill")
         )
         self._queues = self._make_queues()
-        feed, config = EngineFeed(self._queues, self._metrics), engine_config(settings, self._model_path)
+        feed, config = (
+            EngineFeed(self._queues, self._metrics, on_up=self._room.set),
+            engine_config(settings, self._model_path),
+        )
         if make_engine is None:
             make_engine = ProcessEngine if settings.engine_mode == "process" else InProcessEngine
         self._engine = EngineSupervisor(
@@ -184,7 +187,8 @@ class Service:
             self._queues,
             self._parts,
             self._room,
-            num_seats=self._settings.max_num_seqs,
+            # Without an engine there is no room: what waits is as well off in the queue, where a peer may take it.
+            num_seats=lambda: self._settings.max_num_seqs if self._engine.is_up else 0,
             backoff_cap_s=self._settings.lease_ms / 6000,
         )
         await taking.run(self._stop)

@@ -124,7 +124,7 @@ class Watch:
             log.info("queue_config_changed", is_paused=config.is_paused, max_depth=config.max_depth)
         self._links.admission.configure(config)
         self._links.oldest.max_depth = self._own_max_depth if config.max_depth is None else config.max_depth
-        self._links.source.lanes.apply(config.lane_weights)
+        self._links.source.lanes.use(config.lane_weights)
         self._set_log_level(config.log_level)
         self._on_config()
         if self._jobs.names.worker_id in config.drained_workers and not self._is_drained:

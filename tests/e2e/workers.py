@@ -9,8 +9,9 @@ import urllib.request
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import psutil
 
@@ -43,11 +44,15 @@ class WorkerProcess:
         defaults = {"num_kv_blocks": 128, "max_num_seqs": 16, "num_threads": 1, "check_invariants": "step"}
         self.log_path = logs / f"{queue}-{uuid.uuid4().hex[:6]}.log"
         flags = {"model": model, "redis_url": url, "queue": queue, "log_format": "json"} | defaults | settings
-        given = {f"--{name.replace('_', '-')}": str(value) for name, value in flags.items() if value is not None}
-        arguments = [part for pair in given.items() for part in pair]
+        given = {name: str(value) for name, value in flags.items() if value is not None}
         with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen([PAGEMILL, "serve", *arguments], stdout=log, stderr=log)
+            self.process = self.start(given, log)
         self._family: list[psutil.Process] = []
+
+    def start(self, settings: dict[str, str], log: IO[bytes]) -> "subprocess.Popen[bytes]":
+        """The process, whose output goes to `log`."""
+        flags = [(f"--{name.replace('_', '-')}", value) for name, value in settings.items()]
+        return subprocess.Popen([PAGEMILL, "serve", *chain.from_iterable(flags)], stdout=log, stderr=log)
 
     def wait_until_ready(self) -> dict[str, Any]:
         """The event that says that jobs are being taken."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from worker.lane_weights import DEFAULT_LANE_WEIGHTS
+from worker.lane_weights import LaneWeights
 from worker.streams.connection import BLOCK_MS, Link
 from worker.streams.errors import ServerError
 from worker.streams.keys import GROUP, LANES, QueueKeys
@@ -29,11 +29,11 @@ MAX_SCAN_MS = 5_000
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """How work is taken. A read waits up to `block_ms` where there is nothing; `lane_weights` as in the settings."""
+    """How work is taken. A read waits up to `block_ms` where there is nothing."""
 
     lease_ms: int = 30_000
     block_ms: int = BLOCK_MS
-    lane_weights: str = DEFAULT_LANE_WEIGHTS
+    lane_weights: LaneWeights = (8, 4, 1)
 
     @property
     def scan_ms(self) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from worker.lane_weights import DEFAULT_LANE_WEIGHTS, parse_lane_weights
+from worker.lane_weights import STRICT, LaneWeights
 from worker.streams.keys import LANES
 from worker.stride import Stride
 
@@ -18,11 +18,10 @@ class LaneOrder:
     they never are it starves, which is what strict means.
     """
 
-    def __init__(self, weights: str = DEFAULT_LANE_WEIGHTS) -> None:
-        """`weights` like `8:4:1`, or `strict`. Raises ValueError for anything else."""
-        parsed = parse_lane_weights(weights)
-        self._is_strict = parsed is None
-        self._stride = Stride(dict(zip(LANES, parsed or (1, 1, 1), strict=True)))
+    def __init__(self, weights: LaneWeights = (8, 4, 1)) -> None:
+        self._is_strict = weights == STRICT
+        shares = (1, 1, 1) if weights == STRICT else weights
+        self._stride = Stride(dict(zip(LANES, shares, strict=True)))
 
     def order(self) -> Sequence[str]:
         """Lanes in the order in which to try them."""
@@ -38,20 +37,16 @@ class LaneOrder:
 
 
 class LaneChoice:
-    """The lane weights that hold: the operators' where they have set good ones, else the worker's own."""
+    """The order of lanes that holds: by the operators' weights, where they have set some, else by the worker's own."""
 
-    def __init__(self, own: str) -> None:
-        """`own` are the weights by the worker's settings. Raises ValueError."""
+    def __init__(self, own: LaneWeights) -> None:
+        """`own` are the weights by the worker's settings."""
         self._own = own
-        self._holding = own
+        self.weights = own
         self.order = LaneOrder(own)
 
-    def apply(self, weights: str | None) -> None:
-        """Take over what the operators' settings of the queue say; None brings the worker's own back.
-
-        Raises ValueError.
-        """
-        weights = self._own if weights is None else weights
-        if weights != self._holding:
-            self.order, self._holding = LaneOrder(weights), weights
+    def use(self, weights: LaneWeights | None) -> None:
+        """From now on `weights` hold; None: the worker's own."""
+        if (weights := weights or self._own) != self.weights:
+            self.order, self.weights = LaneOrder(weights), weights
             log.info("lane_weights_set", weights=weights)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import structlog
 
-from worker.lane_weights import parse_lane_weights
+from worker.lane_weights import LaneWeights, parse_lane_weights
 
 log = structlog.get_logger(__name__)
 
@@ -70,7 +70,7 @@ class QueueConfig:
     """
 
     max_depth: int | None = None
-    lane_weights: str | None = None
+    lane_weights: LaneWeights | None = None
     is_paused: bool = False
     log_level: LogLevel | None = None
     drained_workers: frozenset[str] = frozenset()
@@ -166,14 +166,9 @@ def _word(*words: str) -> Callable[[str], str]:
     return parse
 
 
-def _lane_weights(text: str) -> str:
-    parse_lane_weights(text)
-    return text.strip()
-
-
 _QUEUE_FIELDS: Mapping[str, Callable[[str], Any]] = {
     "max_depth": _whole(0, MAX_DEPTH),
-    "lane_weights": _lane_weights,
+    "lane_weights": parse_lane_weights,
     "paused": _flag,
     "log_level": _word("debug", "info", "warning", "error"),
 }

@@ -13,7 +13,7 @@ def test_an_empty_hash_sets_nothing() -> None:
 def test_every_field_of_a_queue_is_read() -> None:
     fields = {"max_depth": "1000", "lane_weights": "5:3:1", "paused": "1", "log_level": "debug"}
     config = parse_config(fields | {"drain:host-1-ab": "1", "drain:host-2-cd": "0"})
-    assert config == QueueConfig(1000, "5:3:1", True, "debug", frozenset({"host-1-ab"}))
+    assert config == QueueConfig(1000, (5, 3, 1), True, "debug", frozenset({"host-1-ab"}))
     assert parse_config({"lane_weights": "strict"}).lane_weights == "strict"
     assert parse_config({"max_depth": "0"}).max_depth == 0, "no limit, whatever the worker's own setting is"
 
