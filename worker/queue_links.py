@@ -22,8 +22,8 @@ from worker.streams.scripts import Scripts
 class QueueLinks:
     """The parts that serve one queue.
 
-    Five connections: `source` and `control` block in their reads; `leases` has one to itself, so that renewal never
-    waits for anything else; events go over a fourth, whose loss has a meaning of its own; all other commands share
+    Five connections: `source` and `control` block in their reads; `leasing` belongs to the thread that renews, which
+    waits for nothing else; events go over a fourth, whose loss has a meaning of its own; all other commands share
     the fifth.
     """
 
@@ -31,6 +31,7 @@ class QueueLinks:
     clock: ServerClock
     commands: Link
     reading: Link
+    leasing: Link
     leases: Leases
     source: JobSource
     replies: Replies
@@ -72,6 +73,7 @@ class QueueLinks:
             clock=clock,
             commands=commands,
             reading=reading,
+            leasing=leasing,
             leases=leases,
             source=source,
             replies=Replies(
@@ -90,7 +92,7 @@ class QueueLinks:
             control=ControlReader(control, keys),
             marks=CancelMarks(commands, keys),
             limits=limits,
-            links=(commands, reading, leasing, events, control),
+            links=(commands, reading, events, control),
         )
 
     @property
@@ -99,7 +101,7 @@ class QueueLinks:
         return self.reading.is_up
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections but `leasing`, which whoever renews closes."""
         for link in self.links:
             await link.close()
 

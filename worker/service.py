@@ -34,11 +34,13 @@ from worker.intake import Intake, ServedModel
 from worker.job import Job, WorkerNames
 from worker.job_table import JobTable
 from worker.jobs_in_flight import JobsInFlight
+from worker.liveness import Liveness
 from worker.metrics import WorkerMetrics
 from worker.queue_links import QueueLinks
 from worker.settings import Settings, served_name
 from worker.streams.connection import Backoff, check_server
 from worker.streams.errors import ServerError, StreamsError
+from worker.streams.lease_keeper import LeaseKeeper
 from worker.streams.leases import Entry
 from worker.trace_recorder import TraceRecorder
 from worker.watch import Watch
@@ -117,6 +119,11 @@ class Service:
             on_restart=self._jobs.on_restart,
         )
         self._jobs.engine = self._engine
+        self._liveness = Liveness(
+            settings.watchdog_s,
+            has_work=lambda: self._table.num_in_engine > 0,
+            seconds_since_step=self._engine.seconds_since_step,
+        )
         self._watch = Watch(self._table, self._jobs, self._links, on_config=self._room.set)
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
@@ -235,7 +242,8 @@ class Service:
         parts: dict[str, Coroutine[Any, Any, None]] = {
             "engine": self._engine.follow(),
             "replies": self._links.replies.run(),
-            "leases": self._links.leases.run(lambda: not self._is_hung()),
+            "liveness": self._liveness.run(),
+            "leases": LeaseKeeper([(self._links.leases, self._links.leasing)], self._liveness.is_well).run(),
             "settling": self._jobs.settle_closed(),
             "registry": self._links.registry.run(self._beat),
             "control": self._watch.follow_control(),
@@ -307,10 +315,6 @@ class Service:
             "started": self._started_ms,
         }
 
-    def _is_hung(self) -> bool:
-        """Whether the engine has work and has not finished a step for longer than the watchdog allows."""
-        return self._table.num_in_engine > 0 and self._engine.seconds_since_step() > self._settings.watchdog_s
-
     def _start_status_server(self) -> StatusServer | None:
         settings = self._settings
         if settings.metrics_port is None:
@@ -320,8 +324,8 @@ class Service:
         )
 
     def _alive(self) -> Health:
-        if self._is_hung():
-            return Health(False, f"no step for {self._engine.seconds_since_step():.0f} s while jobs run")
+        if (reason := self._liveness.why_stuck()) is not None:
+            return Health(False, reason)
         return Health(True)
 
     def _ready(self) -> Health:
