@@ -5,6 +5,7 @@ from importlib.metadata import version
 
 from worker.engine_supervisor import EngineSupervisor
 from worker.http_status import Health
+from worker.liveness import Liveness
 from worker.served_queue import ServedQueue
 from worker.settings import Settings, served_name
 from worker.streams.registry import Beat
@@ -18,26 +19,23 @@ class WorkerHealth:
         settings: Settings,
         engine: EngineSupervisor,
         queues: Sequence[ServedQueue],
+        liveness: Liveness,
         *,
         is_stopping: Callable[[], bool],
     ) -> None:
         self._settings = settings
         self._engine = engine
         self._queues = queues
+        self._liveness = liveness
         self._is_stopping = is_stopping
         self._version = version("pagemill")
         # By the server's clock; 0 before it is known.
         self.started_ms = 0
 
-    def is_hung(self) -> bool:
-        """Whether the engine has work and has not finished a step for longer than the watchdog allows."""
-        num_in_engine = sum(queue.table.num_in_engine for queue in self._queues)
-        return num_in_engine > 0 and self._engine.seconds_since_step() > self._settings.watchdog_s
-
     def alive(self) -> Health:
         """False: restart this worker."""
-        if self.is_hung():
-            return Health(False, f"no step for {self._engine.seconds_since_step():.0f} s while jobs run")
+        if (reason := self._liveness.why_stuck()) is not None:
+            return Health(False, reason)
         return Health(True)
 
     def ready(self) -> Health:

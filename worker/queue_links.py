@@ -26,8 +26,8 @@ from worker.streams.turns import Turns
 class QueueLinks:
     """The parts that serve one queue.
 
-    Five connections: `source` and `control` block in their reads; `leases` has one to itself, so that renewal never
-    waits for anything else; events go over a fourth, whose loss has a meaning of its own; all other commands share
+    Five connections: `source` and `control` block in their reads; `leasing` belongs to the thread that renews, which
+    waits for nothing else; events go over a fourth, whose loss has a meaning of its own; all other commands share
     the fifth. No two queues share one: each queue is one slot, which may lie on a server of its own.
     """
 
@@ -35,6 +35,7 @@ class QueueLinks:
     clock: ServerClock
     commands: Link
     reading: Link
+    leasing: Link
     leases: Leases
     source: JobSource
     replies: Replies
@@ -86,6 +87,7 @@ class QueueLinks:
             clock=clock,
             commands=commands,
             reading=reading,
+            leasing=leasing,
             leases=leases,
             source=source,
             replies=Replies(
@@ -106,7 +108,7 @@ class QueueLinks:
             marks=CancelMarks(commands, keys),
             limits=limits,
             health=health,
-            links=(commands, reading, leasing, events, control),
+            links=(commands, reading, events, control),
         )
 
     @property
@@ -115,7 +117,7 @@ class QueueLinks:
         return self.reading.is_up
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections but `leasing`, which whoever renews closes."""
         for link in self.links:
             await link.close()
 

@@ -86,11 +86,10 @@ class ServedQueue:
         await self.links.clock.sync(self.links.commands)
         await self.links.source.ensure_groups()
 
-    def start_parts(self, *, may_renew: Callable[[], bool], beat: Callable[[], Beat]) -> None:
+    def start_parts(self, *, beat: Callable[[], Beat]) -> None:
         """Run what serves this queue until it is cancelled; log lines of all of it name the queue."""
         parts: dict[str, Coroutine[Any, Any, None]] = {
             "replies": self.links.replies.run(),
-            "leases": self.links.leases.run(may_renew),
             "settling": self.jobs.settle_closed(),
             "registry": self.links.registry.run(beat),
             "control": self.watch.follow_control(),

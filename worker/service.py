@@ -34,6 +34,7 @@ from worker.http_status import StatusServer
 from worker.intake import ServedModel
 from worker.job import WorkerNames
 from worker.job_taking import JobTaking
+from worker.liveness import Liveness
 from worker.metrics import WorkerMetrics
 from worker.parts import Parts
 from worker.served_queue import ServedQueue
@@ -41,6 +42,7 @@ from worker.settings import Settings, served_name
 from worker.shutdown import num_held, shut_down
 from worker.signals import signals_call
 from worker.streams.errors import StreamsError
+from worker.streams.lease_keeper import LeaseKeeper
 from worker.streams.server_check import check_server
 from worker.trace_recorder import TraceRecorder
 from worker.worker_id import new_worker_id
@@ -109,7 +111,12 @@ class Service:
             on_death=feed.on_death,
             on_restart=feed.on_restart,
         )
-        self._health = WorkerHealth(settings, self._engine, self._queues, is_stopping=self._stop.is_set)
+        self._liveness = Liveness(
+            settings.watchdog_s,
+            has_work=lambda: any(queue.table.num_in_engine for queue in self._queues),
+            seconds_since_step=self._engine.seconds_since_step,
+        )
+        self._health = WorkerHealth(settings, self._engine, self._queues, self._liveness, is_stopping=self._stop.is_set)
 
     def _make_queues(self) -> list[ServedQueue]:
         settings = self._settings
@@ -228,8 +235,11 @@ class Service:
             await queue.prepare()
         self._health.started_ms = self._queues[0].links.clock.now_ms()
         self._parts.spawn("engine", self._engine.follow())
+        self._parts.spawn("liveness", self._liveness.run())
+        held = [(queue.links.leases, queue.links.leasing) for queue in self._queues]
+        self._parts.spawn("leases", LeaseKeeper(held, self._liveness.is_well).run())
         for queue in self._queues:
-            queue.start_parts(may_renew=lambda: not self._health.is_hung(), beat=partial(self._health.beat, queue))
+            queue.start_parts(beat=partial(self._health.beat, queue))
         url = None if status is None else f"http://{self._settings.metrics_host}:{status.port}"
         log.info(
             "worker_ready",

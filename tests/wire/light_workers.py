@@ -10,6 +10,7 @@ from worker.parts import Parts
 from worker.queue_metrics import QueueMetrics
 from worker.served_queue import ServedQueue
 from worker.settings import Settings, load_settings
+from worker.streams.lease_keeper import LeaseKeeper
 from worker.streams.leases import Entry
 
 Work = Callable[["LightWorker", str, Entry], Awaitable[None]]
@@ -67,7 +68,9 @@ class LightWorker:
     async def __aenter__(self) -> Self:
         for queue in self.queues:
             await queue.prepare()
-            queue.start_parts(may_renew=lambda: True, beat=lambda: {"model": "light"})
+            queue.start_parts(beat=lambda: {"model": "light"})
+        held = [(queue.links.leases, queue.links.leasing) for queue in self.queues]
+        self.parts.spawn("leases", LeaseKeeper(held).run())
         self.parts.spawn("taking", self._taking.run(asyncio.Event()))
         return self
 

@@ -240,7 +240,7 @@ async def test_a_lost_group_comes_back_with_the_entries_in_flight(make_worker: M
     (entry,) = await worker.take(1)
     for taker in (worker, peer):
         raw.call("XGROUP", "DESTROY", worker.keys.jobs("normal"), "workers")
-        await worker.leases.renew()
+        await worker.renew()
         await taker.source.ensure_groups()
         taken: list[Entry] = []
         while not raw.pending(worker.keys.jobs("normal")):

@@ -62,7 +62,7 @@ async def test_a_worker_does_all_its_work_under_its_rule(
     first, second = await worker.take(2, room=2)
     writer = await worker.open(first)
     await worker.replies.recover(writer)
-    await worker.leases.renew()
+    await worker.renew()
     writer.token([1], "a")
     await worker.replies.flush()
     writer.end("stop", usage={}, receipt={})

@@ -1,5 +1,6 @@
 """What a worker waits for when Redis doesn't do what it should: one line in the log, and the reason for readiness."""
 
+import threading
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class ServerHealth:
     """Hears of every command that fails for the server's sake, by connection and command.
 
     A trouble ends when the same command is taken over the same connection; a lost connection, with an answer over a
-    new one. Threads may read `trouble`.
+    new one. Threads may tell and ask.
     """
 
     def __init__(self) -> None:
@@ -55,6 +56,8 @@ class ServerHealth:
         self._began = 0.0
         self._said: dict[str, float] = {}
         self._is_told = False
+        # Leases are renewed from a thread of their own, over a link that tells here too.
+        self._lock = threading.Lock()
 
     @property
     def is_troubled(self) -> bool:
@@ -83,15 +86,21 @@ class ServerHealth:
 
     def answered(self, link: str, command: Hashable = None) -> None:
         """The server has done this command; without one: some answer came over this connection."""
-        self._last_answer = time.monotonic()
-        self._troubles.pop((link, command), None)
-        self._troubles = {name: trouble for name, trouble in self._troubles.items() if self._lasts(trouble)}
-        if not self._troubles and self._is_told:
-            self._is_told = False
-            log.info("redis_serves_again", seconds=round(self._last_answer - self._began, 1))
+        with self._lock:
+            self._last_answer = time.monotonic()
+            if not self._troubles:
+                return
+            self._troubles.pop((link, command), None)
+            self._troubles = {name: trouble for name, trouble in self._troubles.items() if self._lasts(trouble)}
+            if not self._troubles and self._is_told:
+                self._is_told = False
+                log.info("redis_serves_again", seconds=round(self._last_answer - self._began, 1))
 
     def _add(self, key: tuple[str, Hashable], code: str, reason: str) -> None:
-        now = time.monotonic()
+        with self._lock:
+            self._add_locked(key, code, reason, time.monotonic())
+
+    def _add_locked(self, key: tuple[str, Hashable], code: str, reason: str, now: float) -> None:
         self._troubles = {name: trouble for name, trouble in self._troubles.items() if self._lasts(trouble)}
         if not self._troubles:
             self._began = now

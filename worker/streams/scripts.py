@@ -111,9 +111,14 @@ class LaneView:
     entries: tuple[tuple[str, str, list[bytes]], ...]
 
 
+def source_of(name: str) -> str:
+    """The Lua of one of SCRIPT_NAMES."""
+    return files("worker.streams").joinpath("lua", f"{name}.lua").read_text()
+
+
 class _Script:
     def __init__(self, name: str) -> None:
-        self._source = files("worker.streams").joinpath("lua", f"{name}.lua").read_bytes()
+        self._source = source_of(name).encode()
         self._sha = hashlib.sha1(self._source, usedforsecurity=False).hexdigest()
 
     async def run(self, link: Link, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
