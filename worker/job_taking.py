@@ -28,7 +28,7 @@ from worker.stride import Stride
 
 log = structlog.get_logger(__name__)
 
-# Longest that a queue which can't be read goes without a look at its oldest jobs.
+# Longest that a queue which can't be read goes without a look at its oldest jobs; a quarter of a lease where shorter.
 LOOK_EVERY_S = 1.0
 # How long one queue waits for a job while there are fewer seats than queues that wait for one.
 SLICE_MS = 100
@@ -83,10 +83,11 @@ class JobTaking:
         changed: asyncio.Event,
         *,
         num_seats: Callable[[], int],
-        backoff_cap_s: float,
+        lease_ms: int,
     ) -> None:
         """`num_seats`: how many jobs the worker may hold now. The reads are tasks of `parts`."""
-        self._readers = {queue.name: _Reader(queue, Backoff(backoff_cap_s)) for queue in queues}
+        self._readers = {queue.name: _Reader(queue, Backoff(lease_ms / 6000)) for queue in queues}
+        self._look_every_s = min(LOOK_EVERY_S, lease_ms / 4000)
         self._turns = Stride(dict.fromkeys(self._readers, 1))
         self._num_seats = num_seats
         self._changed = changed
@@ -139,7 +140,7 @@ class JobTaking:
             reader.unread_since_s = None
         elif reader.unread_since_s is None:
             reader.unread_since_s = now_s
-        elif now_s - reader.unread_since_s >= LOOK_EVERY_S:
+        elif now_s - reader.unread_since_s >= self._look_every_s:
             reader.unread_since_s = None
             self._start(reader, Read.LOOK, 0, now_s)
 
@@ -177,7 +178,7 @@ class JobTaking:
     async def _until_something_happens(self) -> None:
         """Until a read has ended, something changed, or it is time for a look."""
         looks = [reader.unread_since_s for reader in self._readers.values() if reader.unread_since_s is not None]
-        timeout_s = min(looks, default=time.monotonic()) + LOOK_EVERY_S - time.monotonic()
+        timeout_s = min(looks, default=time.monotonic()) + self._look_every_s - time.monotonic()
         changed = asyncio.create_task(self._changed.wait())
         try:
             await asyncio.wait(
