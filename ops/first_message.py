@@ -89,7 +89,7 @@ def lines_to_try(settings: Settings) -> list[str]:
     """
     queue = settings.queues[0]
     keys = QueueKeys(queue)
-    queue_flag = "" if queue == served_name(DEMO_MODEL) else f" --queue {queue}"
+    queue_flag = "" if settings.queue == served_name(DEMO_MODEL) else f" --queue {queue}"
     server_flag = _server_flag(settings)
     pagemill = own_command()
     tools = [f"{pagemill} redis{server_flag}"]

@@ -29,7 +29,7 @@ from worker.stride import Stride
 
 log = structlog.get_logger(__name__)
 
-# Longest that a queue which can't be read goes without a look at its oldest jobs.
+# Longest that a queue which can't be read goes without a look at its oldest jobs; a quarter of a lease where shorter.
 LOOK_EVERY_S = 1.0
 # How long one queue waits for a job while there are fewer seats than queues that wait for one.
 SLICE_MS = 100
@@ -84,15 +84,14 @@ class JobTaking:
         changed: asyncio.Event,
         *,
         num_seats: Callable[[], int],
-        backoff_cap_s: float,
+        lease_ms: int,
     ) -> None:
         """`num_seats`: how many jobs the worker may hold now. The reads are tasks of `parts`.
 
-        `backoff_cap_s` is well below a lease, and so is the time between two looks: what waits in its tenant's lot
-        looks dead where nobody looks at it for a lease.
+        What waits in its tenant's lot looks dead where nobody looks at it for a lease.
         """
-        self._look_every_s = min(LOOK_EVERY_S, backoff_cap_s)
-        self._readers = {queue.name: _Reader(queue, Backoff(backoff_cap_s)) for queue in queues}
+        self._readers = {queue.name: _Reader(queue, Backoff(lease_ms / 6000)) for queue in queues}
+        self._look_every_s = min(LOOK_EVERY_S, lease_ms / 4000)
         self._turns = Stride(dict.fromkeys(self._readers, 1))
         self._num_seats = num_seats
         self._changed = changed

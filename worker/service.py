@@ -21,8 +21,6 @@ from typing import Any
 import structlog
 
 from model.errors import ModelError
-from model.loader import load_config
-from model.tokenizer import Tokenizer
 from worker.engine_client import EngineClient, InProcessEngine, ProcessEngine, ProgressCallback
 from worker.engine_config import EngineConfig, EngineInfo
 from worker.engine_feed import EngineFeed
@@ -44,6 +42,7 @@ from worker.signals import signals_call
 from worker.streams.errors import StreamsError
 from worker.streams.lease_keeper import LeaseKeeper
 from worker.streams.server_check import check_server
+from worker.text_side import load_text_side
 from worker.trace_recorder import TraceRecorder
 from worker.worker_id import new_worker_id
 
@@ -196,7 +195,7 @@ class Service:
             self._room,
             # Without an engine there is no room: what waits is as well off in the queue, where a peer may take it.
             num_seats=lambda: self._settings.max_num_seqs if self._engine.is_up else 0,
-            backoff_cap_s=self._settings.lease_ms / 6000,
+            lease_ms=self._settings.lease_ms,
         )
         await taking.run(self._stop)
 
@@ -282,9 +281,3 @@ class Service:
         return StatusServer(
             settings.metrics_host, settings.metrics_port, self._metrics.registry, health.alive, health.ready
         )
-
-
-def load_text_side(path: Path) -> tuple[Tokenizer, frozenset[int]]:
-    """Tokenizer and end-of-sequence ids of a checkpoint. Raises ModelError."""
-    tokenizer = Tokenizer.from_checkpoint(path)
-    return tokenizer, frozenset(load_config(path).eos_token_ids) | frozenset(tokenizer.eos_token_ids)

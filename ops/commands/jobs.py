@@ -8,7 +8,7 @@ import click
 
 from ops.queue_control import is_paused
 from ops.server import client_settings, find_server, run_on_link, server_options
-from ops.tables import age, print_table
+from ops.tables import age, print_queues_table
 from worker.streams.connection import Link
 from worker.streams.errors import ServerError
 from worker.streams.keys import GROUP, LANES, QueueKeys, is_waiting_name
@@ -25,16 +25,21 @@ def command(queue: str | None, redis_url: str | None, data_dir: str | None, limi
     """Show the depth of each lane, the jobs that run, and how many ended how, for each queue."""
     settings = client_settings(queue, redis_url, data_dir, takes_several=True)
     url = find_server(settings)
+    lanes: list[list[Any]] = []
+    jobs: list[list[Any]] = []
+    outcomes: list[list[Any]] = []
     for name in settings.queues:
-        of = "" if len(settings.queues) == 1 else f" of {name}"
-        lanes, jobs, outcomes = run_on_link(url, partial(_look, queue=name), name)
+        some_lanes, some_jobs, ended = run_on_link(url, partial(_look, queue=name), name)
         if run_on_link(url, partial(is_paused, queue=name), name):
             click.echo(f"Queue {name} is paused: `pagemill resume` lets it go on", err=True)
-        print_table(f"Lanes of {name}", ("lane", "waiting", "held", "oldest"), lanes)
-        if jobs:
-            print_table(f"Unfinished jobs{of}", ("id", *_FIELDS), jobs[:limit])
-        if outcomes:
-            print_table(f"Ended{of}, while their records last", ("outcome", "jobs"), sorted(outcomes.items()))
+        lanes += ([name, *row] for row in some_lanes)
+        jobs += ([name, *row] for row in some_jobs[:limit])
+        outcomes += ([name, *row] for row in sorted(ended.items()))
+    print_queues_table("Lanes", settings.queues, ("lane", "waiting", "held", "oldest"), lanes)
+    if jobs:
+        print_queues_table("Unfinished jobs", settings.queues, ("id", *_FIELDS), jobs)
+    if outcomes:
+        print_queues_table("Records of ended jobs", settings.queues, ("outcome", "jobs"), outcomes)
 
 
 async def _look(link: Link, queue: str) -> tuple[list[list[Any]], list[list[Any]], Counter[str]]:

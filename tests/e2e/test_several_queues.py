@@ -1,5 +1,6 @@
 """Worker processes that serve several queues with one engine, whose model is a made-up one that starts at once."""
 
+import asyncio
 import json
 import os
 import signal
@@ -14,8 +15,10 @@ import pytest
 
 from model.tokenizer import Tokenizer
 from tests.e2e.workers import Queue, Reply, WorkerProcess, eventually
+from tests.faults.scripted_worker import make_engine
 from tests.unit.scheduler.fake_runner import generate
-from worker.settings import served_name
+from worker.service import Service
+from worker.settings import load_settings, served_name
 from worker.streams.keys import LANES, QueueKeys
 
 ROOT = Path(__file__).parents[2]
@@ -127,6 +130,23 @@ def assert_names_of_the_model(queues: list[Queue], tiny_model: Path) -> None:
             assert queue.wait(enqueue(queue, prompt="x", model=name)).terminal["e"] == "end"
     wrong = enqueue(queues[0], prompt="x", model=queues[1].keys.queue)
     assert queues[0].wait(wrong).terminal["code"] == "model_not_found"
+
+
+async def test_a_queue_of_another_name_answers_to_the_name_that_the_model_was_asked_for_by(
+    queues: list[Queue], tiny_model: Path, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to that of the file, which is somewhere in a cache where the model had to be fetched."""
+    monkeypatch.setenv("PAGEMILL_STEP_MS", "0")
+    queue = queues[0]
+    settings = load_settings({"model": "smollm2", "queue": queue.keys.queue, "redis_url": valkey_url})
+    service = Service(settings, model_path=tiny_model, make_engine=make_engine)
+    serving = asyncio.create_task(service.run())
+    for name, kind in (("smollm2", "end"), (queue.keys.queue, "end"), (tiny_model.name, "error")):
+        reply = await asyncio.to_thread(queue.wait, enqueue(queue, prompt="x", model=name))
+        assert reply.terminal["e"] == kind
+        assert reply.events[0][1]["model"] == "smollm2"
+    service.stop()
+    await serving
 
 
 def test_two_workers_of_two_queues_take_over_from_each_other(

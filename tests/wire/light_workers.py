@@ -56,9 +56,7 @@ class LightWorker:
         self.parts = Parts(self.changed.set)
         metrics = WorkerMetrics(worker_id=name, queues=queues, model="light", version="0")
         self.queues = [LightQueue(queue, self, settings, url, metrics.of_queue(queue)) for queue in queues]
-        self._taking = JobTaking(
-            self.queues, self.parts, self.changed, num_seats=lambda: num_seats, backoff_cap_s=lease_ms / 6000
-        )
+        self._taking = JobTaking(self.queues, self.parts, self.changed, num_seats=lambda: num_seats, lease_ms=lease_ms)
 
     @property
     def num_held(self) -> int:

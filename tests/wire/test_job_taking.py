@@ -99,11 +99,38 @@ async def test_a_worker_holds_no_more_than_it_has_seats(
     gate = Gate()
     async with LightWorker(valkey_url, names, gate, num_seats=num_seats) as worker:
         await eventually(lambda: worker.num_held >= num_seats)
-        await worker.queues[0].links.source.reconcile()  # a round trip on the link of the next read
+        for served in worker.queues:
+            await served.links.reading.call("PING")  # behind a read that may be under way
         assert worker.num_held == num_pending(client, names) == num_seats
         gate.is_open.set()
         await until_done(worker, 45)
     assert len(worker.started) == 45
+
+
+async def test_a_read_under_way_keeps_its_seat(
+    valkey_url: str, names: list[str], client: RespClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others that end before it take no more than is left."""
+    late, gate = asyncio.Event(), Gate()
+    worker = LightWorker(valkey_url, names, gate, num_seats=3)
+    slow, *others = [queue.links for queue in worker.queues]
+    really = slow.source.take_at_once
+
+    async def take_late(room: int) -> list[Entry]:
+        await late.wait()
+        return await really(room)
+
+    monkeypatch.setattr(slow.source, "take_at_once", take_late)
+    for queue in names:
+        add(client, queue, 5)
+    async with worker:
+        await eventually(lambda: len(worker.started) >= 2)
+        for links in others:
+            await links.reading.call("PING")  # behind a read that may be under way
+        late.set()
+        await eventually(lambda: names[0] in {queue for queue, _ in worker.started})
+        assert Counter(queue for queue, _ in worker.started) == dict.fromkeys(names, 1)
+        gate.is_open.set()
 
 
 async def test_a_single_seat_waits_for_every_queue_in_turn(
@@ -261,7 +288,7 @@ async def test_a_full_worker_ends_overdue_jobs_of_all_queues(
         await eventually(lambda: worker.num_held == 1)
         for queue in names:
             add(client, queue, 1, deadline_ms="5")
-        await eventually(lambda: worker.num_held == 4)
+        await eventually(lambda: len(worker.started) == 4)
         ended = {queue for queue, entry in worker.started if entry.must_end is ErrorCode.DEADLINE_EXCEEDED}
         assert ended == set(names)
         gate.is_open.set()

@@ -248,6 +248,43 @@ def test_workers_shows_the_registry_and_what_each_says(pagemill: Pagemill, serve
     assert rows[0][1].endswith(("s ago", "min ago"))
 
 
+def test_jobs_and_workers_tell_several_queues_apart(
+    pagemill: Pagemill, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEMILL_QUEUE", "smollm2, other")
+    other = QueueKeys("other")
+    server.xadd(other.jobs("low"), {"prompt": "x"})
+    server.hset(KEYS.state("run"), mapping={"status": "running"})
+    for keys, running in ((KEYS, "3"), (other, "5")):
+        server.zadd(keys.workers, {"w1": time.time() * 1000})
+        server.hset(keys.worker("w1"), "running", running)
+    rows = [line.split("\t") for line in pagemill("jobs").out.splitlines()]
+    assert rows[0] == ["queue", "lane", "waiting", "held", "oldest"]
+    assert ["other", "low", "1", "0"] in [row[:4] for row in rows]
+    assert ["smollm2", "low", "0", "0"] in [row[:4] for row in rows]
+    assert ["smollm2", "run", "running"] in [row[:3] for row in rows]
+    workers = [line.split("\t") for line in pagemill("workers").out.splitlines()]
+    assert [[row[0], row[1], row[3]] for row in workers[1:]] == [["smollm2", "w1", "3"], ["other", "w1", "5"]]
+
+
+@pytest.mark.parametrize("words", [("enqueue", "hello"), ("cancel", "j1"), ("dead",)])
+def test_a_command_of_one_queue_asks_which_of_several(
+    pagemill: Pagemill, server: Server, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("PAGEMILL_QUEUE", "smollm2,other")
+    said = "names 2 queues and this command works with one: add --queue with one of"
+    result = pagemill(*words)
+    assert (result.code, result.err) == (2, f"pagemill: PAGEMILL_QUEUE {said} smollm2, other\n")
+    flagged = pagemill(*words[:1], "--queue", "a,b", *words[1:])
+    assert flagged.err == f"pagemill: --queue {said} a, b\n"
+    assert not server.keys("*"), "nothing was written anywhere"
+
+
+def test_one_raw_command_needs_no_queue(pagemill: Pagemill, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEMILL_QUEUE", "smollm2,other")
+    assert pagemill("redis", "PING").out == "PONG\n"
+
+
 def test_dead_lists_letters_and_shows_one_whole(pagemill: Pagemill, server: Server) -> None:
     first = server.xadd(KEYS.dead, {"error": "bad_request", "prompt": "tab\there", "source_id": "normal/1-0"})
     server.xadd(KEYS.dead, {"id": "j2", "error": "poison", "deliveries": "3"})

@@ -120,6 +120,13 @@ def test_every_bad_value_is_named_at_once() -> None:
     assert [part.split()[0] for part in str(refusal.value).split("; ")] == ["--model", "--device", "--lease-ms"]
 
 
+def test_several_queues_are_one_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings().queues == ("smollm2",)
+    monkeypatch.setenv("PAGEMILL_QUEUE", " b , a.1 ")
+    assert (load_settings().queue, load_settings().queues) == ("b,a.1", ("b", "a.1"))
+    assert load_settings({"queue": "c"}).queues == ("c",)
+
+
 def test_the_password_of_the_server_shows_nowhere() -> None:
     settings = load_settings({"redis_url": "redis://user:hunter2@host:6379/0"})
     assert "hunter2" not in repr(settings) + str(settings) + str(settings.model_dump())
