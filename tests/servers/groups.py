@@ -3,7 +3,7 @@
 import asyncio
 import ssl
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Protocol
@@ -136,6 +136,23 @@ class SentinelGroup:
             until=lambda replicas: len(replicas) == 1 and b"slave" in replicas[0],
         )
 
+    def fail_over(self, *, is_told: bool = False) -> None:
+        """The primary is killed, or told to step down, which it does without hanging up on its clients.
+
+        Returns once the Sentinel names the other one.
+        """
+        former = self.primary
+        if is_told:
+            self.sentinel.call("SENTINEL", "FAILOVER", PRIMARY_NAME)
+        else:
+            former.kill()
+        other = next(server for server in self.servers if server is not former)
+        other.wait("the replica to be promoted", "ROLE", until=lambda role: role[0] == b"master")
+        question = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", PRIMARY_NAME)
+        self.sentinel.wait("the Sentinel to name it", *question, until=lambda found: int(found[1]) == other.port)
+        if is_told:
+            former.call("REPLICAOF", "127.0.0.1", other.port)
+
     def direct_url(self, queue: str) -> str:
         """The primary's."""
         return self.primary.url
@@ -198,6 +215,31 @@ class ClusterGroup:
             port = next((owner[1] for first, last, owner, *_ in ranges if first <= slot <= last), None)
             return next(node for node in self.nodes if node.port == port)
         raise AssertionError("no node lives")
+
+    def begin_move(self, queue: str) -> Callable[[], None]:
+        """The owner begins to give the queue's slot to another node. What is returned moves the keys and ends it."""
+        slot, source = slot_of(queue), self.owner(queue)
+        target = next(node for node in self.nodes if node is not source and node.call("ROLE")[0] == b"master")
+        target.call("CLUSTER", "SETSLOT", slot, "IMPORTING", self.id_of(source))
+        source.call("CLUSTER", "SETSLOT", slot, "MIGRATING", self.id_of(target))
+
+        def move() -> None:
+            while keys := source.call("CLUSTER", "GETKEYSINSLOT", slot, 10):
+                login = ("AUTH2", "default", PASSWORD)
+                source.call("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, *login, "KEYS", *keys)
+            for node in (target, source, *self.nodes):
+                if node.call("ROLE")[0] == b"master":
+                    node.call("CLUSTER", "SETSLOT", slot, "NODE", self.id_of(target))
+
+        return move
+
+    def fail_over(self, queue: str) -> None:
+        """The queue's owner is killed. Returns once its replica has taken over."""
+        former = self.owner(queue)
+        former.kill()
+        replica = self.nodes[-1]
+        replica.wait("the replica to be promoted", "ROLE", until=lambda role: role[0] == b"master", timeout_s=30)
+        replica.wait("the Cluster to be whole", "CLUSTER", "INFO", until=lambda text: b"cluster_state:ok" in text)
 
     def direct_url(self, queue: str) -> str:
         """The owner's."""

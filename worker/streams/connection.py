@@ -70,6 +70,8 @@ class Link:
             if generation is not None and not (self._wire is not None and generation == self.generation):
                 raise ConnectionLostError("the connection to Redis was lost before the write")
             wire = await self._connect()
+            if generation is not None and generation != self.generation:
+                raise ConnectionLostError("another server has the queue now")
             try:
                 answers = await wire.ask(commands)
                 answers = await self._ask_elsewhere(wire, commands, answers)
@@ -100,6 +102,8 @@ class Link:
         await self.reset()
 
     async def _connect(self) -> Wire:
+        if self._wire is not None and not await self._route.is_right(self._wire):
+            await self._drop()
         if self._wire is not None:
             return self._wire
         try:

@@ -5,6 +5,8 @@ sentinel    each Sentinel in turn for the primary's address, until a server ther
 cluster     each node in turn for the owner of the queue's slot; who isn't it names it (MOVED)
 """
 
+import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,10 @@ from worker.streams.keys import QueueKeys
 from worker.streams.wire import Command, Wire
 
 _SLOTS: Command = ("CLUSTER", "SLOTS")
+# A primary that was replaced while it lives learns it late, from the Sentinels (measured: 10 s after they had agreed).
+# What is written to it until then is lost, so whoever writes asks them, this often and no longer than that.
+CHECK_EVERY_S = 2.0
+CHECK_TIMEOUT_S = 0.5
 
 
 class Route:
@@ -26,6 +32,7 @@ class Route:
         # Whoever knew the way the last time is at the front.
         self._nodes = list(address.nodes)
         self._owner: Node | None = None
+        self._next_check = 0.0
 
     async def connect(self) -> Wire:
         """A connection to the right server. Raises ConnectionLostError where none is found."""
@@ -41,6 +48,20 @@ class Route:
         """A connection to this one. Raises ConnectionLostError."""
         wire, _ = await _opened(self._address, node)
         return wire
+
+    async def is_right(self, wire: Wire) -> bool:
+        """Whether the Sentinels still name this server, asked now and then; as long as they don't answer, they do."""
+        now = time.monotonic()
+        if self._address.topology is not Topology.SENTINEL or now < self._next_check:
+            return True
+        self._next_check = now + CHECK_EVERY_S
+        sentinel = self._nodes[0]
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                return await self._primary_by(sentinel) == wire.node
+        except (ConnectionLostError, TimeoutError):
+            self._nodes = [*self._nodes[1:], sentinel]
+            return True
 
     def learn(self, error: ServerError, asked: Node | None) -> None:
         """Remembers the owner that a MOVED of the node `asked` names."""
@@ -64,6 +85,7 @@ class Route:
             if role.code == "NOPERM" if isinstance(role, ServerError) else role[0] == b"master":
                 self._nodes.remove(sentinel)
                 self._nodes.insert(0, sentinel)
+                self._next_check = time.monotonic() + CHECK_EVERY_S
                 return wire
             await wire.close()
             last = ConnectionLostError(f"{_text(node)} is no primary")
