@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import select
 import socket
 import subprocess
@@ -150,6 +151,37 @@ async def test_a_server_that_is_away_is_waited_for_and_what_it_forgot_is_read_ag
     proxy.server = server
     assert await asyncio.to_thread(reading.end) == 0
     assert reading.text == f"kept and on {ANEW}kept for good"
+
+
+async def test_a_job_is_sent_once_the_server_is_back(sample: Sample, queue: Queue, proxy: Proxy) -> None:
+    sample.url = await url_through(proxy, sample.url)
+    server, proxy.server = proxy.server, None
+    sending = sample.begin("submit", "hello")
+    await asyncio.to_thread(eventually, lambda: proxy.num_accepted > 1, "a second try")
+    assert sending.process.poll() is None
+    proxy.server = server
+    assert await asyncio.to_thread(sending.end) == 0
+    ((_, job),) = queue.redis.events(queue.keys.jobs("normal"))
+    assert job["id"] == sending.text.strip()
+
+
+def test_a_full_server_is_waited_for(sample: Sample, queue: Queue) -> None:
+    queue.redis.call("CONFIG", "RESETSTAT")
+    queue.redis.call("CONFIG", "SET", "maxmemory", "1")
+    try:
+        sending = sample.begin("submit", "hello")
+        eventually(lambda: num_refused(queue) > 1, "a second try")
+    finally:
+        queue.redis.call("CONFIG", "SET", "maxmemory", "0")
+    assert sending.end() == 0
+    ((_, job),) = queue.redis.events(queue.keys.jobs("normal"))
+    assert job["id"] == sending.text.strip()
+
+
+def num_refused(queue: Queue) -> int:
+    """How many XADDs the server has refused."""
+    found = re.search(r"cmdstat_xadd:.*rejected_calls=(\d+)", queue.redis.call("INFO", "commandstats").decode())
+    return int(found[1]) if found else 0
 
 
 def test_what_nobody_knows_is_given_up_past_the_jobs_time_limit(sample: Sample, queue: Queue) -> None:
