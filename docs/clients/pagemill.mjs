@@ -86,7 +86,7 @@ export class Client {
   #url;
   #queue;
   #retryMs;
-  #connection = null;
+  #connection = null; // a promise, so that calls at the same time share it
 
   constructor(url, queue, { retryMs = 30_000 } = {}) {
     if (!/^[A-Za-z0-9_.-]{1,64}$/.test(queue)) throw new PagemillError("bad_request", `no queue's name: ${queue}`);
@@ -199,7 +199,7 @@ export class Client {
 
   /** Closes the connection; streams close their own. */
   close() {
-    this.#connection?.close();
+    this.#connection?.then((connection) => connection.close()).catch(() => {});
     this.#connection = null;
   }
 
@@ -210,11 +210,14 @@ export class Client {
   async #call(words) {
     const patience = new Patience(this.#retryMs);
     for (;;) {
+      const opening = (this.#connection ??= Connection.open(this.#url));
+      let connection = null;
       try {
-        this.#connection ??= await Connection.open(this.#url);
-        return await this.#connection.call(words);
+        connection = await opening;
+        return await connection.call(words);
       } catch (error) {
-        this.close();
+        const isOver = connection === null || error.code === "connection_lost" || WRONG_SERVER.has(error.code);
+        if (isOver && this.#connection === opening) this.close();
         await patience.wait(error);
       }
     }
@@ -264,6 +267,7 @@ class Connection {
 
   static async open(url) {
     const { protocol, hostname, port, username, password, pathname } = new URL(url);
+    if (!/^rediss?:$/.test(protocol)) throw new PagemillError("bad_request", "use redis:// or rediss:// for the server");
     const where = { host: hostname.replace(/^\[|\]$/g, "") || "localhost", port: Number(port) || 6379 };
     const socket = protocol === "rediss:" ? tls.connect({ ...where, servername: where.host }) : net.connect(where);
     const connection = new Connection(socket);
@@ -369,7 +373,11 @@ function pairs(flat) {
 
 function toEvent([id, flat]) {
   const fields = Object.fromEntries(pairs(flat));
-  return { id, kind: fields.e, text: fields.text ?? "", ids: JSON.parse(fields.ids ?? "[]"), fields };
+  try {
+    return { id, kind: fields.e, text: fields.text ?? "", ids: JSON.parse(fields.ids ?? "[]"), fields };
+  } catch {
+    throw new PagemillError("reply_broken", `the ids of event ${id} can't be read`);
+  }
 }
 
 function isTerminal(event) {

@@ -79,12 +79,16 @@ class Sample:
 
     def read(self, *words: str, **variables: str) -> Running:
         """Begin to read a reply."""
+        return self.begin("stream", *words, **variables)
+
+    def begin(self, command: str, *words: str, **variables: str) -> Running:
+        """Begin with a command."""
         folder = TemporaryDirectory()
         self._folders.append(folder)
         place = Path(folder.name)
         with (place / "out").open("wb") as out, (place / "err").open("wb") as err:
             process = subprocess.Popen(
-                [*self.command, "stream", self.queue, *words], env=self._environment(variables), stdout=out, stderr=err
+                [*self.command, command, self.queue, *words], env=self._environment(variables), stdout=out, stderr=err
             )
         self._running.append(Running(process, place))
         return self._running[-1]

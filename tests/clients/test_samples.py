@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import select
 import socket
 import subprocess
@@ -152,6 +153,37 @@ async def test_a_server_that_is_away_is_waited_for_and_what_it_forgot_is_read_ag
     assert reading.text == f"kept and on {ANEW}kept for good"
 
 
+async def test_a_job_is_sent_once_the_server_is_back(sample: Sample, queue: Queue, proxy: Proxy) -> None:
+    sample.url = await url_through(proxy, sample.url)
+    server, proxy.server = proxy.server, None
+    sending = sample.begin("submit", "hello")
+    await asyncio.to_thread(eventually, lambda: proxy.num_accepted > 1, "a second try")
+    assert sending.process.poll() is None
+    proxy.server = server
+    assert await asyncio.to_thread(sending.end) == 0
+    ((_, job),) = queue.redis.events(queue.keys.jobs("normal"))
+    assert job["id"] == sending.text.strip()
+
+
+def test_a_full_server_is_waited_for(sample: Sample, queue: Queue) -> None:
+    queue.redis.call("CONFIG", "RESETSTAT")
+    queue.redis.call("CONFIG", "SET", "maxmemory", "1")
+    try:
+        sending = sample.begin("submit", "hello")
+        eventually(lambda: num_refused(queue) > 1, "a second try")
+    finally:
+        queue.redis.call("CONFIG", "SET", "maxmemory", "0")
+    assert sending.end() == 0
+    ((_, job),) = queue.redis.events(queue.keys.jobs("normal"))
+    assert job["id"] == sending.text.strip()
+
+
+def num_refused(queue: Queue) -> int:
+    """How many XADDs the server has refused."""
+    found = re.search(r"cmdstat_xadd:.*rejected_calls=(\d+)", queue.redis.call("INFO", "commandstats").decode())
+    return int(found[1]) if found else 0
+
+
 def test_what_nobody_knows_is_given_up_past_the_jobs_time_limit(sample: Sample, queue: Queue) -> None:
     unknown = sample.read("job", LIMIT_S="1")
     queue.redis.call("HSET", queue.keys.state("gone"), "status", "done")
@@ -193,9 +225,13 @@ try {
 } catch (error) {
   console.log(JSON.stringify([error instanceof PagemillError, error.code, error.retryable, error.details]));
 }
+await client.result("junk").catch((error) => console.log(JSON.stringify([error.code])));
+await new Client("unix:///tmp/x", "q").status("x").catch((error) => console.log(JSON.stringify([error.code])));
 const messages = [{ role: "user", content: "hé" }];
 const fields = { stream: false, temperature: 0.5, stop: ["a"], seed: undefined };
 await client.submit(messages, { id: "chat", lane: "low", ...fields });
+const sent = await Promise.all(["a", "b", "c"].map((id) => client.submit("x", { id, lane: "high" })));
+console.log(sent.join());
 for (const wrong of [{ id: "{x}" }, { lane: "middle" }]) {
   await client.submit("x", wrong).catch((error) => console.log(error.code));
 }
@@ -209,13 +245,15 @@ def test_the_module_for_node_has_choices_resuming_and_errors(valkey_url: str, qu
     write(queue, token("7-3", "!", [4], 4, index=0), end(7, choices=json.dumps(choices)), job_id="many")
     error = {"e": "error", "code": "overloaded", "message": "later", "retryable": 1, "details": '{"retry_after_ms":9}'}
     write(queue, opened(7), (f"7-{TERMINAL_SEQ}", error), job_id="failed")
+    write(queue, opened(7), ("7-1", {"e": "token", "text": "", "ids": "[1", "n": 1}), job_id="junk")
     names = {"module": json.dumps(str(FOLDER / "pagemill.mjs")), "queue": json.dumps(queue.keys.queue)}
     ran = run_node(NODE_SCRIPT % names, valkey_url)
     lines = ran.splitlines()
     told = [{"text": "zé!", "ids": [1, 4], "finish": "stop"}, {"text": "o", "ids": [2, 3], "finish": "length"}]
     assert [json.loads(line) for line in lines[:2]] == [told, told]
     assert json.loads(lines[2]) == [True, "overloaded", True, {"retry_after_ms": 9}]
-    assert lines[3:] == ["bad_request", "bad_request"]
+    assert [json.loads(line) for line in lines[3:5]] == [["reply_broken"], ["bad_request"]]
+    assert lines[5:] == ["a,b,c", "bad_request", "bad_request"]
     ((_, job),) = queue.redis.events(queue.keys.jobs("low"))
     assert job == {
         "id": "chat",

@@ -83,12 +83,15 @@ class Line:
 
 
 class Proxy:
-    """Listens for all parties. `server` is where the server is now; None while it is down."""
+    """Listens for all parties. `server` is where the server is now; None while it is down. `num_accepted` counts the
+    connections that were made, those included that led nowhere.
+    """
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         """With `tls` parties speak TLS, which ends here."""
         self._tls = tls
         self.server: tuple[str, int] | None = None
+        self.num_accepted = 0
         self._lines: dict[Line, None] = {}
         self._listeners: dict[str, asyncio.Server] = {}
 
@@ -97,6 +100,7 @@ class Proxy:
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             line = Line(party)
+            self.num_accepted += 1
             self._lines[line] = None
             try:
                 await line.carry(reader, writer, self.server)

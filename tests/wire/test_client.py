@@ -9,11 +9,13 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 import worker.client
 from tests.conftest import server_command
+from tests.faults.proxy import Proxy
 from worker.client import AsyncClient, BadJobError, Client, JobFailedError, ReplyBrokenError, ReplyLostError
 from worker.embedded import EmbeddedServer
 from worker.protocol_envelope import parse_envelope
@@ -428,6 +430,69 @@ async def test_a_server_that_stays_away_is_an_error_after_the_retry_time() -> No
         await client.submit("hello")
     with pytest.raises(ConnectionLostError):
         await client.result("job")
+
+
+@pytest.fixture
+async def proxy(url: str) -> AsyncIterator[Proxy]:
+    """On the way to the server."""
+    proxy, parts = Proxy(), urlsplit(url)
+    proxy.server = (str(parts.hostname), int(parts.port or 0))
+    yield proxy
+    await proxy.close()
+
+
+async def through(proxy: Proxy, client: AsyncClient, url: str) -> AsyncClient:
+    """A client of the same queue whose connections the proxy carries."""
+    port = await proxy.listen("client")
+    return AsyncClient(url.replace(f":{urlsplit(url).port}", f":{port}"), client.keys.queue, retry_s=30)
+
+
+async def test_a_server_that_is_away_for_a_while_is_waited_for(
+    client: AsyncClient, writer: HandWriter, url: str, proxy: Proxy
+) -> None:
+    """Sending, asking, calling off and reading all go on once it is back."""
+    async with await through(proxy, client, url) as remote:
+        await writer.open(7)
+        first = asyncio.Event()
+        seen = Reply()
+
+        async def follow() -> None:
+            async for event in remote.stream("job"):
+                seen.add(event)
+                first.set()
+
+        following = asyncio.create_task(follow())
+        await first.wait()
+        server, proxy.server = proxy.server, None
+        for line in proxy.lines():
+            line.cut()
+        calls = asyncio.gather(remote.submit("hello"), remote.status("job"), remote.cancel("job"))
+        await writer.token("7-1", "meanwhile", [1], 1)
+        await writer.end(7)
+        begun: list[asyncio.Future[Any]] = [following, calls]
+        ended, _ = await asyncio.wait(begun, timeout=0.3)
+        assert not ended
+        proxy.server = server
+        await following
+        job_id, status, _ = await calls
+    assert (seen.text, seen.is_ok, status) == ("meanwhile", True, None)
+    ((_, flat),) = await writer.link.call("XRANGE", client.keys.jobs("normal"), "-", "+")
+    assert flat[1] == job_id.encode()
+
+
+async def test_a_submit_whose_answer_was_lost_is_the_same_job_twice(
+    client: AsyncClient, link: Link, url: str, proxy: Proxy
+) -> None:
+    """Of which a worker drops one: same id, same contents."""
+    async with await through(proxy, client, url) as remote:
+        await remote.status("job")
+        lost: list[bool] = []
+        for line in proxy.lines():
+            line.lose_answer(lambda: lost.append(True))
+        job_id = await remote.submit("hello", max_tokens=3)
+    entries = [flat for _, flat in await link.call("XRANGE", client.keys.jobs("normal"), "-", "+")]
+    assert lost == [True]
+    assert entries == [[b"id", job_id.encode(), b"prompt", b"hello", b"max_tokens", b"3"]] * 2
 
 
 async def test_a_full_server_is_waited_out_and_then_told(url: str, link: Link) -> None:
