@@ -24,7 +24,11 @@ from ops.bench.workload import Lengths, WorkloadShape, draw_lengths
 
 ITEMSIZES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Measurements with options of their own, by the first word after `bench`: modules with a `command`.
-PARTS: Final = {"modes": "ops.bench.modes", "block-sizes": "ops.bench.block_sizes"}
+PARTS: Final = {
+    "modes": "ops.bench.modes",
+    "block-sizes": "ops.bench.block_sizes",
+    "delivery": "ops.bench.delivery",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +133,7 @@ def command(ctx: click.Context, /, quick: bool, json_file: str | None, **values:
     JSON object with everything. Exit code 1: the first request's tokens are not the peer's.
 
     `pagemill bench modes` compares the preemption modes, `pagemill bench block-sizes` the sizes of a block.
+    `pagemill bench delivery` measures the queue and the wire without a model.
     """
     if ctx.invoked_subcommand is not None:
         return 0
