@@ -16,16 +16,16 @@ FULL = "OOM command not allowed when used memory > 'maxmemory'."
 class SteppedLink(FaultyLink):
     """A link that waits for its answers without letting the loop turn, over a client that it shares with others.
 
-    Before a command is sent, and before its answer comes in, other tasks go first for some turns, or for none. A lost
-    connection is only counted: what was in flight then is lost. With `is_refusing` the server is full when the next
-    event of a reply comes, and has room again for what is sent behind it.
+    With `rng`, other tasks go first for some turns, or for none, before a command is sent and before its answer comes
+    in. A lost connection is only counted: what was in flight then is lost. With `is_refusing` the server is full when
+    the next event of a reply comes, and has room again for what is sent behind it.
     """
 
     def __init__(self, raw: RespClient, url: str, name: str, queue: str) -> None:
         super().__init__(url, name, queue)
         self._raw = raw
         self._is_connected = False
-        self.rng = random.Random(0)
+        self.rng: random.Random | None = None
         self.is_refusing = False
 
     @property
@@ -68,7 +68,7 @@ class SteppedLink(FaultyLink):
         return refused + [ServerError(str(each)) if isinstance(each, RespError) else each for each in answers]
 
 
-async def dawdle(rng: random.Random) -> None:
+async def dawdle(rng: random.Random | None) -> None:
     """Lets other tasks go first, for up to five turns."""
-    for _ in range(rng.randrange(6)):
+    for _ in range(0 if rng is None else rng.randrange(6)):
         await asyncio.sleep(0)
