@@ -37,6 +37,18 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On several processes, begin with the tests that ask for the most time: begun last, one would run on alone."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=_time_limit_s, reverse=True)
+
+
+def _time_limit_s(item: pytest.Item) -> float:
+    """What its mark `timeout` says; 0 where the limit of all tests is enough."""
+    mark = item.get_closest_marker("timeout")
+    return 0.0 if mark is None else float(mark.args[0])
+
+
 @pytest.fixture(scope="session")
 def demo_model_path() -> Path:
     """The demo model's GGUF file, fetched once into the user's cache.
