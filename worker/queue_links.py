@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from scheduler.policy_names import PolicyName, parse_policy
-from worker.protocol import JobEnvelope, ProtocolLimits, parse_envelope
+from worker.protocol import ProtocolLimits
 from worker.settings import Settings
 from worker.streams.admission import Admission
 from worker.streams.clock import ServerClock
@@ -12,7 +12,7 @@ from worker.streams.connection import Link
 from worker.streams.jobs import JobSource, SourceOptions
 from worker.streams.keys import QueueKeys
 from worker.streams.lanes import LaneOrder
-from worker.streams.leases import Entry, Leases
+from worker.streams.leases import Leases
 from worker.streams.outcomes import Outcomes
 from worker.streams.overload import OldestWatch
 from worker.streams.registry import CancelMarks, ControlReader, Registry
@@ -66,14 +66,9 @@ class QueueLinks:
         high, normal, low = settings.lane_weights
         source.lanes = LaneOrder({"high": high, "normal": normal, "low": low})
 
-        def envelope_of(entry: Entry, now_ms: int) -> JobEnvelope:
-            return parse_envelope(
-                entry.lane, entry.entry_id, entry.fields, now_ms=now_ms, repeated=entry.repeated, limits=limits
-            )
-
         admission = Admission(scripts, lease_ms=settings.lease_ms, run_ttl_ms=settings.run_ttl_ms)
         oldest = OldestWatch(
-            *(commands, scripts, keys, clock, leases, envelope_of, settings.max_queue_depth, settings.lease_ms // 3)
+            *(commands, scripts, keys, clock, leases, settings.max_queue_depth, settings.lease_ms // 3)
         )
         is_fair = PolicyName.FAIR in parse_policy(settings.scheduling_policy)
         source.picker = Turns(oldest, admission, leases, is_fair=is_fair)

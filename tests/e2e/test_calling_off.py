@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 import signal
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,10 @@ LONG: dict[str, Any] = PLAIN | {"max_tokens": 1500}
 
 def state(queue: Queue, job_id: str) -> dict[str, str]:
     return queue.redis.hash(queue.keys.state(job_id))
+
+
+def is_abandoned(queue: Queue, job_id: str) -> bool:
+    return state(queue, job_id)["status"] == "abandoned"
 
 
 def num_tokens(queue: Queue, job_id: str) -> int:
@@ -168,11 +173,11 @@ def test_a_job_that_nobody_hears_ends_with_its_worker_its_time_or_a_cancel(
     worker = start_scripted(on_client_gone="finish", shutdown_grace_s=0)
     jobs = {name: own_queue.enqueue(**LONG, id=name, **fields) for name, fields in _WAYS.items()}
     for job_id in jobs.values():
-        eventually(lambda job_id=job_id: num_tokens(own_queue, job_id), "tokens to come")
+        eventually(partial(num_tokens, own_queue, job_id), "tokens to come")
         own_queue.redis.call("DEL", own_queue.keys.reply(job_id))
     own_queue.cancel("cancelled")
     for name in ("cancelled", "overdue"):
-        eventually(lambda name=name: state(own_queue, name)["status"] == "abandoned", "it to be settled", 30)
+        eventually(partial(is_abandoned, own_queue, name), "it to be settled")
     worker.signal(signal.SIGTERM)
     assert worker.wait() == 0
     assert state(own_queue, "stopped")["status"] == "abandoned"

@@ -48,7 +48,11 @@ def build(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     num_blocks = config.num_kv_blocks or 128
     max_model_len = config.max_model_len or num_blocks * BLOCK_SIZE
     scheduler = Scheduler(
-        SchedulerConfig(max_model_len=max_model_len, max_num_seqs=config.max_num_seqs),
+        SchedulerConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens or 512,
+        ),
         CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_cpu_blocks=config.num_swap_blocks or 0),
     )
     info = EngineInfo(
