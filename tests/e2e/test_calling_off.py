@@ -102,6 +102,7 @@ def test_a_job_is_called_off_between_two_owners(start_scripted: StartScripted, o
     own_queue.assert_settled()
 
 
+@pytest.mark.slow
 def test_the_lag_stays_a_number_after_a_thousand_random_cancels(
     start_scripted: StartScripted, own_queue: Queue
 ) -> None:
@@ -137,7 +138,7 @@ def test_a_client_that_deletes_its_reply_stops_the_work_or_lets_it_finish(
 ) -> None:
     """While it runs, and while nobody has it."""
     first = start_scripted(on_client_gone=policy, lease_ms=600)
-    length = 400
+    length = 200
     fields = PLAIN | {"max_tokens": length}
 
     def check(job_id: str) -> None:

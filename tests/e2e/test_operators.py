@@ -47,7 +47,7 @@ def test_a_paused_queue_finishes_what_runs_and_begins_nothing(
 ) -> None:
     """What is overdue or called off ends all the same."""
     _, own_queue = scripted
-    running = own_queue.enqueue(**LONG | {"max_tokens": 100})
+    running = own_queue.enqueue(**LONG)
     eventually(lambda: is_begun(own_queue, running), "tokens to come")
     paused = pagemill(own_queue, valkey_url, "pause")
     assert (paused.returncode, paused.stderr) == (0, "")
@@ -73,7 +73,7 @@ def test_a_job_that_a_waiting_read_brings_into_a_paused_queue_is_put_back(
 ) -> None:
     """The read was sent before the pause; the job begins after it."""
     _, own_queue = scripted
-    for number in range(5):
+    for number in range(3):
         set_config(own_queue, paused="1")
         eventually(lambda: beats(own_queue)[0]["paused"] == "1", "the pause")
         job_id = own_queue.enqueue(**PLAIN, id=f"job{number}", max_tokens=1)
@@ -104,8 +104,8 @@ def test_a_drained_worker_hands_over_and_ends_with_0_and_no_other_does(
 
 
 def test_a_drain_hurries_no_stop_that_came_before(start_scripted: StartScripted, own_queue: Queue) -> None:
-    worker = start_scripted(shutdown_grace_s=30)
-    job_id = own_queue.enqueue(**LONG)
+    worker = start_scripted(shutdown_grace_s=30, step_ms=10)
+    job_id = own_queue.enqueue(**LONG | {"max_tokens": 150})
     eventually(lambda: is_begun(own_queue, job_id), "tokens to come")
     worker.signal(signal.SIGTERM)
     eventually(lambda: "worker_stopping" in [event["event"] for event in worker.events()], "the stop")
@@ -201,6 +201,7 @@ def most_at_once(times: list[tuple[int, int]]) -> int:
     return max(sum(start <= at < end for start, end in times) for at, _ in times)
 
 
+@pytest.mark.slow
 def test_a_tenants_jobs_at_a_time_are_limited_over_all_workers(start_scripted: StartScripted, own_queue: Queue) -> None:
     """They wait and are not failed; others pass; none counts as a crash, though a worker is killed on the way."""
     set_config(own_queue, tenant__a__concurrency="2")
@@ -222,6 +223,7 @@ def test_a_tenants_jobs_at_a_time_are_limited_over_all_workers(start_scripted: S
     assert most_at_once(spans(own_queue, known)) <= 2
 
 
+@pytest.mark.slow
 def test_a_tenants_rate_is_kept_over_all_workers(start_scripted: StartScripted, own_queue: Queue) -> None:
     set_config(own_queue, tenant__a__rate="4")
     start_scripted()
