@@ -5,7 +5,7 @@ from typing import Self
 
 from scheduler.policy_names import PolicyName, parse_policy
 from worker.lane_weights import parse_lane_weights
-from worker.protocol import JobEnvelope, ProtocolLimits, parse_envelope
+from worker.protocol import ProtocolLimits
 from worker.settings import Settings
 from worker.streams.admission import Admission
 from worker.streams.clock import ServerClock
@@ -13,7 +13,7 @@ from worker.streams.connection import Link
 from worker.streams.health import ServerHealth
 from worker.streams.jobs import JobSource, SourceOptions
 from worker.streams.keys import QueueKeys
-from worker.streams.leases import Entry, Leases
+from worker.streams.leases import Leases
 from worker.streams.outcomes import Outcomes
 from worker.streams.overload import OldestWatch
 from worker.streams.registry import CancelMarks, ControlReader, Registry
@@ -71,14 +71,9 @@ class QueueLinks:
         options = SourceOptions(lease_ms=settings.lease_ms, lane_weights=weights)
         source = JobSource(reading, keys, worker_id, leases, options)
 
-        def envelope_of(entry: Entry, now_ms: int) -> JobEnvelope:
-            return parse_envelope(
-                entry.lane, entry.entry_id, entry.fields, now_ms=now_ms, repeated=entry.repeated, limits=limits
-            )
-
         admission = Admission(scripts, lease_ms=settings.lease_ms, run_ttl_ms=settings.run_ttl_ms)
         oldest = OldestWatch(
-            *(commands, scripts, keys, clock, leases, envelope_of, settings.max_queue_depth, settings.lease_ms // 3)
+            *(commands, scripts, keys, clock, leases, settings.max_queue_depth, settings.lease_ms // 3)
         )
         is_fair = PolicyName.FAIR in parse_policy(settings.scheduling_policy)
         source.picker = Turns(oldest, admission, leases, is_fair=is_fair)

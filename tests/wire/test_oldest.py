@@ -5,8 +5,7 @@ import pytest
 from tests.wire.resp import RespClient
 from tests.wire.workers import MakeWorker, TestWorker, push
 from worker.errors import ErrorCode
-from worker.protocol import parse_envelope
-from worker.streams import overload
+from worker.streams import backlog, overload
 from worker.streams.errors import ConnectionLostError
 from worker.streams.keys import lot_of
 from worker.streams.leases import Entry
@@ -21,7 +20,6 @@ def watch(worker: TestWorker, max_depth: int = 0) -> OldestWatch:
         worker.keys,
         worker.clock,
         worker.leases,
-        lambda entry, now_ms: parse_envelope(entry.lane, entry.entry_id, entry.fields, now_ms=now_ms),
         max_depth,
     )
 
@@ -105,7 +103,7 @@ async def test_a_faster_peer_leaves_nothing_to_take(make_worker: MakeWorker) -> 
     await push(worker, id="b", prompt="x")
     view = await worker.scripts.look_ahead("normal", "", max_entries=1, touch_ms=1000)
     assert view is not None
-    ((head, _, _),) = view.entries
+    head = view.entries[0][0]
     await peer.take(1, room=1)
     assert await worker.scripts.take_waiting("normal", head) is None
 
@@ -113,10 +111,10 @@ async def test_a_faster_peer_leaves_nothing_to_take(make_worker: MakeWorker) -> 
 async def test_what_is_known_is_not_sent_twice_and_a_prompt_never(make_worker: MakeWorker) -> None:
     """A large job would otherwise cross the network every second, only to be looked at."""
     worker = make_worker("w")
-    entry_id = await push(worker, id="a", tenant="acme", prompt="x", ttl_ms="5", idempotency_key="k" * 1000)
+    entry_id = await push(worker, id="a", tenant="acme", prompt="x", ttl_ms="5", idempotency_key="k" * 2000)
     view = await worker.scripts.look_ahead("normal", "", max_entries=8, touch_ms=1000)
     assert view is not None
-    fields = [b"id", b"a", b"tenant", b"acme", b"ttl_ms", b"5", b"idempotency_key", b"k" * 256]
+    fields = [b"id", b"a", b"tenant", b"acme", b"ttl_ms", b"5", b"idempotency_key", b"k" * 1024]
     assert view.entries == ((entry_id, lot_of(b"acme"), fields),)
     view = await worker.scripts.look_ahead("normal", entry_id, max_entries=8, touch_ms=1000)
     assert view is not None
@@ -224,3 +222,47 @@ async def test_malformed_heads_are_left_for_whoever_has_room(make_worker: MakeWo
     worker = make_worker("w")
     await worker.commands.call("XADD", worker.keys.jobs("normal"), "*", *fields)
     assert await watch(worker).look() == []
+
+
+async def test_what_peers_have_taken_meanwhile_is_forgotten(
+    make_worker: MakeWorker, raw: RespClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From lots and from what was handed over, however many pages they have."""
+    monkeypatch.setattr(backlog, "PAGE", 2)
+    peer, worker = make_worker("peer"), make_worker("w")
+    oldest = watch(worker)
+    for number in range(5):
+        await push(peer, id=f"job{number}", prompt="x")
+    for entry in await peer.take(5):
+        await peer.outcomes.hand_over(peer.envelope(entry))
+    ids = [await push(peer, id=f"waiting{number}", prompt="x") for number in range(5)]
+    await peer.scripts.set_aside("normal", ids[-1])
+    for _ in range(6):
+        assert await oldest.look() == []
+    known = await oldest.backlog.look("normal")
+    assert known is not None
+    assert known.num_known == 10
+    for entry in [*await peer.source.reclaim(3), *await oldest.backlog.take_lot("normal", lot_of(b""), 3)]:
+        await peer.outcomes.drop(entry)
+    raw.call("XDEL", worker.keys.jobs("normal"), *ids[:3])
+    for _ in range(6):
+        assert await oldest.look() == []
+    assert known.num_known == 4
+
+
+async def test_no_more_is_known_of_a_lane_than_there_is_room_for(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backlog, "PAGE", 8)
+    monkeypatch.setattr(backlog, "MAX_KNOWN", 8)
+    worker = make_worker("w")
+    oldest = watch(worker)
+    for number in range(20):
+        await push(worker, id=f"job{number}", prompt="x", deadline_ms="5" if number == 19 else "9999999999999")
+    for _ in range(4):
+        assert await oldest.look() == []
+    known = await oldest.backlog.look("normal")
+    assert known is not None
+    assert known.num_known == 8
+    await worker.take(13, room=13)
+    assert [entry.fields[b"id"] for entry in await looks(oldest)] == [b"job19"]

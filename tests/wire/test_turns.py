@@ -7,7 +7,6 @@ import pytest
 
 from tests.wire.resp import RespClient
 from tests.wire.workers import LEASE_MS, MakeWorker, TestWorker
-from worker.protocol import parse_envelope
 from worker.streams.admission import Admission
 from worker.streams.keys import LANES, lot_of
 from worker.streams.leases import Entry
@@ -28,7 +27,6 @@ def with_turns(
         worker.keys,
         worker.clock,
         worker.leases,
-        lambda entry, now_ms: parse_envelope(entry.lane, entry.entry_id, entry.fields, now_ms=now_ms),
     )
     admission = Admission(worker.scripts, lease_ms=lease_ms, run_ttl_ms=60_000)
     admission.configure(parse_config(config or {}))

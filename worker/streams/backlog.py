@@ -9,27 +9,26 @@ into lots: the consumer group's pending list keeps them, in order and by tenant,
 disagree with it, and when all workers die it is one like any other that nobody renews.
 """
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from worker.protocol_envelope import JobEnvelope
+from worker.protocol_envelope import waiting_limits
 from worker.streams.clock import ServerClock
 from worker.streams.jobs import entry_of
 from worker.streams.keys import HANDOVER, LANES
 from worker.streams.leases import Entry
 from worker.streams.scripts import LaneView, Lot, Scripts
 
-EnvelopeParser = Callable[[Entry, int], JobEnvelope]
-
 # Entries looked at in one call, each with all its fields inside the server.
 PAGE = 64
-# How long one look may page on, in seconds, and how many entries of a lane are known at most.
+# How far one look goes in any case, how long it may page on beyond that, in seconds, and how many entries of a lane are
+# known at most.
+MIN_PAGES = 16
 LOOK_S = 0.02
 MAX_KNOWN = 20_000
-# An entry whose id lies further in the future was typed so: its time begins when it is picked up.
-FUTURE_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,7 @@ class LaneBacklog:
         self.length = 0
         self.lots: tuple[Lot, ...] = ()
         self.cursors: dict[str, str] = {}
+        self._seen: dict[str, set[str]] = {}
         self._unread: dict[str, deque[WaitingJob]] = {}
         self._aside: dict[str, WaitingJob] = {}
         self._delivered = (0, 0)
@@ -60,9 +60,14 @@ class LaneBacklog:
         return self._last_id if self._unread else ""
 
     @property
+    def num_unread(self) -> int:
+        """Entries known that nobody has read."""
+        return sum(map(len, self._unread.values()))
+
+    @property
     def num_known(self) -> int:
         """Entries known."""
-        return sum(map(len, self._unread.values())) + len(self._aside)
+        return self.num_unread + len(self._aside)
 
     def waiting(self) -> list[WaitingJob]:
         """Everything that is known to wait, the oldest first."""
@@ -77,8 +82,9 @@ class LaneBacklog:
     def update(self, view: LaneView, jobs: Iterable[WaitingJob]) -> None:
         """Take in a look: `jobs` are those of the view."""
         delivered = order_of(view.last_delivered_id)
-        if delivered < self._delivered:  # the group was lost and made anew
+        if delivered < self._delivered:  # the group was lost and made anew: the next look begins at its beginning
             self.clear()
+            jobs = ()
         self.length, self.lots, self._delivered = view.length, view.lots, delivered
         self._pop_unread(delivered)
         last = order_of(self._last_id) if self._unread else delivered
@@ -104,21 +110,35 @@ class LaneBacklog:
             if not self._unread[lot]:
                 del self._unread[lot]
 
+    def seen_aside(self, name: str, jobs: list[WaitingJob], is_last: bool) -> None:
+        """A page of what waits under `name`. After the last page, whatever was on none of them waits no longer."""
+        self.put_aside(jobs)
+        seen = self._seen.setdefault(name, set())
+        seen.update(job.entry_id for job in jobs)
+        self.cursors[name] = "0-0" if is_last else jobs[-1].entry_id
+        if is_last:
+            del self._seen[name]
+            gone = [job for job in self._aside.values() if job.lot == name and job.entry_id not in seen]
+            for job in gone:
+                del self._aside[job.entry_id]
+
     def prune(self) -> None:
         """Forget what others have taken out of the lots meanwhile: they take the oldest."""
         oldest = {lot.name: order_of(lot.oldest_id) for lot in self.lots}
-        kept = {
-            entry_id: job
+        gone = [
+            entry_id
             for entry_id, job in self._aside.items()
-            if job.lot == HANDOVER or (job.lot in oldest and order_of(entry_id) >= oldest[job.lot])
-        }
-        self._aside = kept
+            if job.lot != HANDOVER and not (job.lot in oldest and order_of(entry_id) >= oldest[job.lot])
+        ]
+        for entry_id in gone:
+            del self._aside[entry_id]
 
     def clear(self) -> None:
         """Nothing is known."""
         self._unread.clear()
         self._aside.clear()
         self.cursors.clear()
+        self._seen.clear()
         self.length, self.lots, self._delivered, self._last_id = 0, (), (0, 0), ""
 
     def _pop_unread(self, last: tuple[int, int]) -> list[WaitingJob]:
@@ -134,11 +154,10 @@ class LaneBacklog:
 class Backlog:
     """Looks at the lanes. One task at a time may call it; all raise StreamsError."""
 
-    def __init__(self, scripts: Scripts, clock: ServerClock, parse: EnvelopeParser, touch_ms: int = 10_000) -> None:
-        """`parse` makes an envelope of an entry and the time; `touch_ms` lies well below a lease."""
+    def __init__(self, scripts: Scripts, clock: ServerClock, touch_ms: int = 10_000) -> None:
+        """`touch_ms` lies well below a lease."""
         self._scripts = scripts
         self._clock = clock
-        self._parse = parse
         self._touch_ms = touch_ms
         self._lanes = {lane: LaneBacklog() for lane in LANES}
 
@@ -146,26 +165,28 @@ class Backlog:
         """The lane as it is now; None where there is no such group, so that a plain read finds out why."""
         known = self._lanes[lane]
         until = time.monotonic() + LOOK_S
-        while True:
+        for num_pages in itertools.count(1):
             view = await self._scripts.look_ahead(lane, known.after, max_entries=PAGE, touch_ms=self._touch_ms)
             if view is None:
                 known.clear()
                 return None
-            known.update(view, [self._job(lane, *entry) for entry in view.entries])
-            if len(view.entries) < PAGE or known.num_known >= MAX_KNOWN or time.monotonic() > until:
-                return known
+            is_full = known.num_known >= MAX_KNOWN
+            known.update(view, [] if is_full else [self._job(lane, *entry) for entry in view.entries])
+            if is_full or not view.has_more or (num_pages >= MIN_PAGES and time.monotonic() > until):
+                break
+        return known
 
     async def look_aside(self, lane: str) -> None:
         """Learn of what other workers put back: a page of each lot, and of what was handed over, goes on each time."""
         known = self._lanes[lane]
         known.prune()
         for name in [HANDOVER, *(lot.name for lot in known.lots)]:
-            if known.num_known >= MAX_KNOWN:
+            if known.num_known >= MAX_KNOWN and name != HANDOVER:
                 return
             after = known.cursors.get(name, "0-0")
             page = await self._scripts.look_aside(lane, name, after, max_entries=PAGE)
-            known.put_aside([self._job(lane, entry_id, name, flat) for entry_id, flat in page])
-            known.cursors[name] = page[-1][0] if len(page) == PAGE else "0-0"
+            jobs = [self._job(lane, entry_id, name, flat) for entry_id, flat in page]
+            known.seen_aside(name, jobs, is_last=len(page) < PAGE)
 
     async def take(self, lane: str, entry_id: str) -> Entry | None:
         """Take one entry, wherever it waits; None where it is gone."""
@@ -190,11 +211,8 @@ class Backlog:
             known.passed(entry_id)
 
     def _job(self, lane: str, entry_id: str, lot: str, flat: list[bytes]) -> WaitingJob:
-        now_ms = self._clock.now_ms()
-        entry = entry_of(lane, entry_id, flat)
-        envelope = self._parse(entry, now_ms)
-        is_typed = order_of(entry_id)[0] > now_ms + FUTURE_MS and b"ttl_ms" in entry.fields
-        return WaitingJob(entry_id, lot, envelope.id, None if is_typed else envelope.deadline_ms)
+        fields = dict(zip(flat[::2], flat[1::2], strict=True))
+        return WaitingJob(entry_id, lot, *waiting_limits(lane, entry_id, fields, self._clock.now_ms()))
 
 
 def order_of(entry_id: str) -> tuple[int, int]:

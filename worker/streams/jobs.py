@@ -52,8 +52,8 @@ class Picker(Protocol):
         """How long a blocking read may take now; None: as long as it likes."""
         ...
 
-    async def pick(self, lane: str, max_entries: int) -> list[Entry] | None:
-        """Entries taken, under lease; None: read the lane's head. Raises StreamsError."""
+    async def pick(self, lane: str, room: int) -> list[Entry] | None:
+        """At most `room` entries, taken and under lease; None: read the lane's head. Raises StreamsError."""
         ...
 
 
@@ -207,9 +207,8 @@ class JobSource:
     async def _read_lanes(self, room: int) -> list[Entry]:
         """The quick read, which doesn't wait: the first lane in weighted order that has something."""
         empty: list[str] = []
-        count = min(room, MAX_ENTRIES_PER_READ)
         for lane in self.lanes.order.order():
-            entries = await self._pick(lane, count)
+            entries = await self._pick(lane, room)
             if entries:
                 self.lanes.order.charge(lane, len(entries), empty)
                 return entries
@@ -217,10 +216,11 @@ class JobSource:
         self.lanes.order.level()
         return []
 
-    async def _pick(self, lane: str, count: int) -> list[Entry]:
-        """Up to `count` entries of a lane: those whose turn it is, where it isn't simply the oldest one's."""
-        picked = None if self.picker is None else await self.picker.pick(lane, count)
+    async def _pick(self, lane: str, room: int) -> list[Entry]:
+        """Up to `room` (and 8) entries of a lane: those whose turn it is, where it isn't simply the oldest one's."""
+        picked = None if self.picker is None else await self.picker.pick(lane, room)
         if picked is None:
+            count = min(room, MAX_ENTRIES_PER_READ)
             answer = await self._ask(lane, *self._read_group("COUNT", count, "STREAMS", self._keys.jobs(lane), ">"))
             return self._entries_of(answer)
         self._blocked.discard(lane)

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from worker.errors import ErrorCode
-from worker.streams.backlog import Backlog, EnvelopeParser, LaneBacklog, WaitingJob
+from worker.streams.backlog import Backlog, LaneBacklog, WaitingJob
 from worker.streams.clock import ServerClock
 from worker.streams.connection import Link
 from worker.streams.keys import HANDOVER, LANES, QueueKeys
@@ -35,7 +35,6 @@ class OldestWatch:
         keys: QueueKeys,
         clock: ServerClock,
         leases: Leases,
-        parse: EnvelopeParser,
         max_depth: int = 0,
         touch_ms: int = 10_000,
     ) -> None:
@@ -47,7 +46,7 @@ class OldestWatch:
         self._next_mark = dict.fromkeys(LANES, 0)
         self._looked_at = dict.fromkeys(LANES, 0.0)
         self._has_more = False
-        self.backlog = Backlog(scripts, clock, parse, touch_ms)
+        self.backlog = Backlog(scripts, clock, touch_ms)
         self.rate = ServiceRate()
         self.depths = dict.fromkeys(LANES, 0)
         self.max_depth = max_depth

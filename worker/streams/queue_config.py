@@ -135,9 +135,9 @@ class ProblemLog:
 
 
 def _flag(text: str) -> bool:
-    if text in ("1", "true"):
+    if text in ("1", "true", "yes", "on"):
         return True
-    if text in ("", "0", "false"):
+    if text in ("", "0", "false", "no", "off"):
         return False
     raise ValueError("use 1 or 0")
 

@@ -103,12 +103,13 @@ class Lot:
 @dataclass(frozen=True, slots=True)
 class LaneView:
     """What waits in a lane. `length` counts all entries, also those that run; `entries`: id, lot and limiting fields
-    of some that nobody has read."""
+    of some that nobody has read; `has_more`: of those there may be more."""
 
     length: int
     last_delivered_id: str
     lots: tuple[Lot, ...]
     entries: tuple[tuple[str, str, list[bytes]], ...]
+    has_more: bool
 
 
 def source_of(name: str) -> str:
@@ -259,12 +260,13 @@ class Scripts:
         answer = await self._run("look_ahead", [self._keys.jobs(lane)], GROUP, after, max_entries, touch_ms)
         if not answer:
             return None
-        length, delivered, lots, entries = answer
+        length, delivered, lots, entries, has_more = answer
         return LaneView(
             length=int(length),
             last_delivered_id=delivered.decode(),
             lots=tuple(Lot(name.decode(), int(num), oldest.decode()) for name, num, oldest in lots),
             entries=tuple((entry_id.decode(), lot.decode(), flat) for entry_id, lot, flat in entries),
+            has_more=has_more == 1,
         )
 
     async def look_aside(

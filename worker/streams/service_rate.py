@@ -35,7 +35,7 @@ class ServiceRate:
             self._ended_at.popleft()
         if not self._ended_at:
             return 0.0
-        is_full = len(self._ended_at) == MAX_COUNTED
+        is_full = len(self._ended_at) == self._ended_at.maxlen
         since = self._ended_at[0] if is_full else max(self._since, now - WINDOW_S)
         return len(self._ended_at) / max(now - since, 0.001)
 

@@ -8,6 +8,7 @@ from collections import Counter
 
 from worker.streams.admission import Admission
 from worker.streams.backlog import order_of
+from worker.streams.jobs import MAX_ENTRIES_PER_READ
 from worker.streams.keys import LANES, lot_of
 from worker.streams.leases import Entry, Leases
 from worker.streams.overload import OldestWatch
@@ -32,7 +33,7 @@ class Turns:
         """How long a blocking read may take now; None: as long as it likes."""
         return WAITING_BLOCK_MS if any(self._has_lots.values()) else None
 
-    async def pick(self, lane: str, max_entries: int) -> list[Entry] | None:
+    async def pick(self, lane: str, room: int) -> list[Entry] | None:
         """The entries to take next, under lease; none where it is nobody's turn. None: just read the lane's head.
 
         Raises StreamsError.
@@ -49,12 +50,13 @@ class Turns:
             # What comes next must not wait behind those that have to.
             await self._backlog.set_aside(lane)
             return []
-        if len(oldest) == 1 and not known.lots:
+        # One after the other where there is only one tenant, or a place for everybody.
+        if not known.lots and (len(oldest) == 1 or (len(free) == len(oldest) and known.num_unread <= room)):
             return None
         lot = self._first(free)
         if any(waiting.name == lot for waiting in known.lots):
             is_only = len(free) == 1 and not self._admission.limits(lot).is_limited
-            entries = await self._backlog.take_lot(lane, lot, max_entries if is_only else 1)
+            entries = await self._backlog.take_lot(lane, lot, min(room, MAX_ENTRIES_PER_READ) if is_only else 1)
         else:
             entry = await self._backlog.take(lane, free[lot])
             entries = [] if entry is None else [entry]

@@ -13,7 +13,7 @@ from redis import Redis
 
 from tests.unit.cli.conftest import Pagemill, Server
 from worker.protocol import digest_of
-from worker.streams.keys import TERMINAL_SEQ, QueueKeys
+from worker.streams.keys import TERMINAL_SEQ, QueueKeys, lot_of
 
 pytestmark = pytest.mark.usefixtures("at_server")
 
@@ -237,6 +237,32 @@ def test_jobs_shows_lanes_unfinished_jobs_and_outcomes(pagemill: Pagemill, serve
     assert ["run", "running", "w1"] in rows
     assert ["end", "1"] in rows
     assert "secret" not in result.out
+
+
+def test_what_was_put_back_waits_as_what_nobody_has_read(pagemill: Pagemill, server: Server) -> None:
+    ids = [server.xadd(KEYS.jobs("normal"), {"prompt": "x"}) for _ in range(5)]
+    server.xgroup_create(KEYS.jobs("normal"), "workers", "0")
+    server.xreadgroup("workers", "w1", {KEYS.jobs("normal"): ">"}, count=3)
+    for name, entry_id in ((lot_of(b"acme"), ids[0]), ("handover", ids[1])):
+        server.execute_command("XCLAIM", KEYS.jobs("normal"), "workers", name, 0, entry_id)
+    server.hset(KEYS.config, "paused", "1")
+    result = pagemill("jobs")
+    assert "normal\t4\t1\t" in result.out
+    assert result.err == "Queue smollm2 is paused: `pagemill resume` lets it go on\n"
+
+
+def test_pause_resume_and_drain_write_the_config_and_give_a_hint(pagemill: Pagemill, server: Server) -> None:
+    assert pagemill("pause").out == "queue smollm2 is paused: `pagemill resume` lets it go on\n"
+    assert server.hgetall(KEYS.config) == {b"paused": b"1"}
+    assert pagemill("resume").out == "queue smollm2 goes on\n"
+    assert pagemill("resume").out == "queue smollm2 was not paused\n"
+    server.hset(KEYS.worker("w1"), "model", "smollm2")
+    assert pagemill("drain", "w1").code == 0
+    assert server.hgetall(KEYS.config) == {b"drain:w1": b"1"}
+    assert [fields for _, fields in server.xrange(KEYS.control)] == [{b"op": b"config"}] * 4
+    unknown = pagemill("drain", "w2")
+    assert (unknown.code, unknown.out) == (2, "")
+    assert "queue smollm2 has no worker 'w2': `pagemill workers` lists those it has" in unknown.err
 
 
 def test_workers_shows_the_registry_and_what_each_says(pagemill: Pagemill, server: Server) -> None:

@@ -19,7 +19,11 @@ def test_every_field_of_a_queue_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "is_paused"), [("1", True), ("true", True), ("0", False), ("false", False), ("", False)]
+    ("text", "is_paused"),
+    [
+        *((word, True) for word in ("1", "true", "yes", "on")),
+        *((word, False) for word in ("0", "false", "no", "off", "")),
+    ],
 )
 def test_a_queue_is_paused_by_1_or_true(text: str, is_paused: bool) -> None:
     assert parse_config({"paused": text}) == QueueConfig(is_paused=is_paused)
@@ -60,7 +64,7 @@ def test_without_limits_there_is_nothing_to_ask() -> None:
         ("lane_weights", "8:4", "like 8:4:1"),
         ("lane_weights", "8:4:0", "like 8:4:1"),
         ("lane_weights", "fair", "use strict"),
-        ("paused", "yes", "use 1 or 0"),
+        ("paused", "maybe", "use 1 or 0"),
         ("drain:w1", "now", "use 1 or 0"),
         ("log_level", "loud", "use one of debug, info, warning, error"),
         ("tenant:acme:weight", "0", "use a number above 0"),

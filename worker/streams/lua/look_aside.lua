@@ -3,7 +3,7 @@
 -- KEYS  1 lane    ARGV  1 group  2 the consumer that it waits under  3 entry id after which to look  4 most entries
 -- Answers {{id, its fields as far as its limits depend on them}, ...}, in order
 local WANTED = {id = true, tenant = true, idempotency_key = true, ttl_ms = true, deadline_ms = true}
-local MAX_VALUE = 256
+local MAX_VALUE = 1024
 local pending = redis.pcall('XPENDING', KEYS[1], ARGV[1], '(' .. ARGV[3], '+', ARGV[4], ARGV[2])
 if pending.err then return {} end
 local entries = {}
