@@ -71,3 +71,13 @@ def cancelled(reason: str, where: str) -> JobError:
 def deadline_exceeded(where: str) -> JobError:
     """The error of a job whose time is up; `where` it was is queued or running."""
     return JobError(ErrorCode.DEADLINE_EXCEEDED, f"the job's time was up while it was {where}", {"where": where})
+
+
+def poison(crashes: int, solo: int) -> JobError:
+    """The error of a job that ends whatever computes it."""
+    return JobError(
+        ErrorCode.POISON,
+        f"the engine or its worker died {crashes} times with this job, {solo} times in a row while it ran alone: don't "
+        "send it again as it is; `pagemill dead` shows what it asks for, and the worker's log what its end looked like",
+        {"crashes": crashes, "solo": solo},
+    )

@@ -27,6 +27,7 @@ from model.loader import load_config
 from model.tokenizer import Tokenizer
 from worker.engine_client import EngineClient, InProcessEngine, ProcessEngine, ProgressCallback
 from worker.engine_config import EngineConfig, EngineInfo
+from worker.engine_gate import EngineGate
 from worker.engine_supervisor import EngineSupervisor
 from worker.errors import StartupError
 from worker.http_status import Health, StatusServer
@@ -105,18 +106,23 @@ class Service:
         self._hurry = asyncio.Event()
         self._links = QueueLinks.make(settings, self._url, self._worker_id, model=settings.queue)
         recorder = None if settings.record_trace is None else TraceRecorder(settings.record_trace)
-        self._jobs = JobsInFlight(self._table, self._links, self._metrics, on_room=self._room.set, recorder=recorder)
+        self._gate = EngineGate(self._metrics, on_up=self._room.set)
+        self._jobs = JobsInFlight(
+            self._table, self._links, self._metrics, self._gate, on_room=self._room.set, recorder=recorder
+        )
         self._links.leases.on_loss = self._jobs.on_loss
         config = engine_config(settings)
         if make_engine is None:
             make_engine = ProcessEngine if settings.engine_mode == "process" else InProcessEngine
         self._engine = EngineSupervisor(
-            lambda: make_engine(config, progress),
+            lambda told: make_engine(config, told),
             on_report=self._jobs.on_report,
-            on_death=self._jobs.on_death,
-            on_restart=self._jobs.on_restart,
+            on_death=self._gate.on_death,
+            on_restart=self._gate.on_restart,
+            watchdog_s=settings.watchdog_s,
+            progress=progress,
         )
-        self._jobs.engine = self._engine
+        self._jobs.engine = self._gate.engine = self._engine
         self._watch = Watch(self._table, self._jobs, self._links, on_config=self._room.set)
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
@@ -225,7 +231,8 @@ class Service:
             self._links,
             self._table,
             served,
-            add_to_engine=self._engine.add,
+            wait_turn=self._jobs.wait_turn,
+            enter_engine=self._jobs.enter_engine,
             on_closed=self._jobs.on_closed,
             max_wait_s=self._settings.lease_ms / 6000,
         )
@@ -236,6 +243,7 @@ class Service:
             "engine": self._engine.follow(),
             "replies": self._links.replies.run(),
             "leases": self._links.leases.run(lambda: not self._is_hung()),
+            "gate": self._gate.run(),
             "settling": self._jobs.settle_closed(),
             "registry": self._links.registry.run(self._beat),
             "control": self._watch.follow_control(),
@@ -266,7 +274,8 @@ class Service:
         backoff = Backoff(self._settings.lease_ms / 6000)
         while not self._stop.is_set():
             try:
-                room = self._settings.max_num_seqs - len(self._links.leases)
+                # Without an engine there is no room: a peer has one, or what waits is as well off in the queue.
+                room = self._settings.max_num_seqs - len(self._links.leases) if self._engine.is_up else 0
                 if self._watch.is_paused or room <= 0:
                     entries = await self._without_room()
                 else:
@@ -303,6 +312,7 @@ class Service:
             "running": 0 if stats is None else stats.num_running,
             "waiting": 0 if stats is None else stats.num_waiting,
             "kv_use": 0.0 if stats is None else round(used / stats.num_blocks, 4),
+            "suspects": self._gate.num_suspects,
             "draining": int(self._stop.is_set()),
             "started": self._started_ms,
         }
@@ -344,6 +354,7 @@ class Service:
                 await self._until_empty(self._hurry)
         with contextlib.suppress(TimeoutError, StreamsError):
             async with asyncio.timeout(HAND_OVER_S):
+                self._gate.stop()
                 await asyncio.gather(*(task for task in self._tasks if task.get_name().startswith(ACCEPT)))
                 for job in self._table:
                     await self._hand_over(job)

@@ -18,10 +18,11 @@ from queue import SimpleQueue
 from scheduler.config import CacheConfig, SchedulerConfig
 from scheduler.output import ModelRunnerOutput, SchedulerOutput
 from scheduler.scheduler import Scheduler
+from tests.faults.poison import strike
 from tests.unit.scheduler.fake_runner import FakeRunner
 from worker.engine import Engine
 from worker.engine_config import EngineConfig, EngineInfo
-from worker.engine_messages import Command, Event, Ready, pack_event
+from worker.engine_messages import Command, Died, Event, Ready, pack_event
 from worker.engine_process import EngineLoop, read_commands
 
 BLOCK_SIZE = 16
@@ -35,9 +36,14 @@ class PacedRunner(FakeRunner):
     def __init__(self, block_size: int, step_s: float) -> None:
         super().__init__(block_size)
         self._step_s = step_s
+        self._num_prompt_tokens: dict[str, int] = {}
 
     def execute(self, output: SchedulerOutput, failing: dict[str, str] | None = None) -> ModelRunnerOutput:
-        """Do a step and sleep."""
+        """Do a step and sleep, unless one of its sequences ends this process."""
+        self._num_prompt_tokens |= {new.seq_id: new.num_prompt_tokens for new in output.new_rows}
+        chunks = output.chunks
+        for seq_id, start, count in zip(chunks.seq_ids, chunks.starts, chunks.num_tokens, strict=True):
+            strike(seq_id, start + count - self._num_prompt_tokens[seq_id])
         time.sleep(self._step_s)
         self.last_forward_s = self._step_s
         return super().execute(output, failing)
@@ -83,7 +89,11 @@ def main() -> None:
     threading.Thread(target=read_commands, args=(connection, commands), daemon=True).start()
     engine, info = build(EngineConfig(**json.loads(sys.argv[2])))
     emit(Ready(info))
-    EngineLoop(engine, commands, emit).run()
+    try:
+        EngineLoop(engine, commands, emit).run()
+    except Exception as error:
+        emit(Died(f"{type(error).__name__}: {error}"))
+        sys.exit(3)
 
 
 if __name__ == "__main__":
