@@ -1,7 +1,7 @@
 """Jobs that end whatever computes them, for the made-up model: what they do, and when, is in the job's id.
 
-    engine-at-7-x     as its seventh token is due the engine process kills itself (SIGKILL)
-    worker-at-0-x     before its first token: the service process too
+    engine-at-7       once it has seven tokens the engine process kills itself (SIGKILL)
+    x-worker-at-0     before its first token, and the service process too
 
 Other deeds: `abort` (SIGABRT), `exit` (an exit code), `error` (an exception of the engine's own), `hang`.
 """
@@ -11,7 +11,7 @@ import re
 import signal
 import time
 
-_DEED = re.compile(r"(?:^|/)(engine|worker|abort|exit|error|hang)-at-(\d+)-")
+_DEED = re.compile(r"(?:^|[/-])(engine|worker|abort|exit|error|hang)-at-(\d+)")
 FOREVER_S = 3600.0
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from tests.e2e.workers import Queue, Reply, eventually
 from tests.faults.scripted_process import ScriptedProcess
+from tests.faults.scripted_worker import READER_ENDS
 from tests.unit.scheduler.fake_runner import generate
 from worker.streams.keys import QueueKeys
 
@@ -146,7 +147,7 @@ def test_new_jobs_are_served_while_suspects_wait_for_their_turns(start: Start, q
     for number in itertools.count():
         queue.enqueue(**job(f"new-{number}", 5))
         check_good(queue, f"new-{number}", 5)
-        if queue.reply("engine-at-2-x").events[-1][1]["e"] == "error":
+        if has_ended(queue, "engine-at-2-x"):
             break
     check_poison(queue, "engine-at-2-x")
     for number in range(6):
@@ -159,7 +160,7 @@ def test_a_poison_that_takes_its_worker_along_is_found_across_workers(start: Sta
     good, poison = [f"good-{number}" for number in range(5)], "worker-at-3-x"
     send_batch(queue, [*good[:3], poison, *good[3:]], num_tokens=30)
     workers: list[ScriptedProcess] = []
-    while not queue.reply(poison).events or queue.reply(poison).events[-1][1]["e"] != "error":
+    while not has_ended(queue, poison):
         living = [worker for worker in workers if worker.process.poll() is None]
         if len(living) < 2:
             workers.append(start(step_ms=20, lease_ms=500))
@@ -191,7 +192,7 @@ def test_a_poison_that_hangs_is_found_by_the_watchdogs_of_two_workers(start: Sta
     deaths = [death for worker in workers for death in worker.named("engine_died")]
     assert [death["end"] for death in deaths] == ["hung"] * 3
     assert all(len(worker.named("engine_hung")) == len(worker.named("engine_died")) for worker in workers)
-    eventually(lambda: all(worker.engine() for worker in workers), "both to be well again")
+    eventually(lambda: all(engine_of(worker) for worker in workers), "both to be well again")
 
 
 def test_nobody_is_convicted_where_engines_are_killed_from_outside(start: Start, queue: Queue) -> None:
@@ -207,10 +208,102 @@ def test_nobody_is_convicted_where_engines_are_killed_from_outside(start: Start,
     for _ in range(6):
         time.sleep(rng.uniform(0.2, 0.6))
         victim = rng.choice(workers)
-        with contextlib.suppress(StopIteration, psutil.NoSuchProcess):
-            victim.engine().kill()
+        if (engine := engine_of(victim)) is not None:
+            engine.kill()
     for job_id in good:
         check_good(queue, job_id, 100)
     queue.assert_settled()
     assert dead_letters(queue) == []
     assert sum(len(worker.named("engine_died")) for worker in workers) >= 2
+
+
+def test_a_prompt_that_ends_whoever_reads_it_is_found_too(start: Start, queue: Queue) -> None:
+    """It never gets as far as an engine. A suspect is alone from before it is looked at."""
+    poison = queue.enqueue(id="unreadable", prompt=READER_ENDS, max_tokens=5, **GREEDY)
+    good = [f"good-{number}" for number in range(4)]
+    send_batch(queue, good, num_tokens=30)
+    workers: list[ScriptedProcess] = []
+    while not has_ended(queue, poison):
+        if all(worker.process.poll() is not None for worker in workers):
+            workers.append(start(step_ms=20, lease_ms=500))
+        time.sleep(0.02)
+    letter = check_poison(queue, poison)
+    for job_id in good:
+        check_good(queue, job_id, 30)
+    queue.assert_settled()
+    assert [worker.process.poll() for worker in workers] == [-signal.SIGKILL] * 3 + [None]
+    assert int(letter["deliveries"]) == 4
+
+
+@pytest.mark.parametrize(("deliveries", "code"), [(9, None), (10, "poison")])
+def test_an_entry_that_ten_workers_were_given_and_nobody_opened_is_kept_and_not_run(
+    start: Start, queue: Queue, deliveries: int, code: str | None
+) -> None:
+    """What merely reads it may end by it, before anybody could count."""
+    lane = queue.keys.jobs("normal")
+    job_id = queue.enqueue(**job("often", 5))
+    queue.redis.call("XGROUP", "CREATE", lane, "workers", "0")
+    ((_, ((entry_id, _),)),) = queue.redis.call("XREADGROUP", "GROUP", "workers", "dead", "STREAMS", lane, ">")
+    claim = ("XCLAIM", lane, "workers", "dead", 0, entry_id, "IDLE", 99_999, "RETRYCOUNT", deliveries)
+    queue.redis.call(*claim, "JUSTID")
+    start()
+    assert queue.wait(job_id).terminal.get("code") == code
+    queue.assert_settled()
+    letters = [(letter["error"], letter["deliveries"]) for letter in dead_letters(queue)]
+    assert letters == ([] if code is None else [(code, str(deliveries + 1))])
+
+
+def test_suspects_that_wait_for_their_turn_are_called_off_and_handed_over_like_others(
+    start: Start, queue: Queue
+) -> None:
+    names = [f"good-{number}" for number in range(5)]
+    leave_with_a_dead_worker(queue, names, num_tokens=300, crashes=8)
+    worker = start(step_ms=20)
+    eventually(lambda: len(worker.named("job_suspected")) == 5, "all to be suspects")
+    eventually(lambda: worker.named("job_quarantined"), "the first turn")
+    first = worker.named("job_quarantined")[0]["request_id"]
+    waiting = next(name for name in names if name != first)
+    queue.cancel(waiting)
+    assert queue.wait(waiting).terminal["code"] == "cancelled"
+    assert len(worker.named("job_quarantined")) == 1, "256 events are a long turn"
+    alone = [name for name in names if record(queue, name)["alone"] == "1"]
+    assert alone == [first], "only who runs is alone"
+    worker.signal(signal.SIGTERM)
+    eventually(lambda: worker.named("worker_stopping"), "the first signal to be seen")
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 0
+    assert queue.num_queued() == 4
+    assert {record(queue, name)["crashes"] for name in names} == {"9"}, "handing over is no crash"
+
+
+def leave_with_a_dead_worker(queue: Queue, job_ids: list[str], num_tokens: int, crashes: int) -> None:
+    """Jobs that a worker had opened when it was lost: their leases have run out."""
+    lane = queue.keys.jobs("normal")
+    send_batch(queue, job_ids, num_tokens)
+    queue.redis.call("XGROUP", "CREATE", lane, "workers", "0")
+    ((_, entries),) = queue.redis.call("XREADGROUP", "GROUP", "workers", "dead", "STREAMS", lane, ">")
+    for job_id, (entry_id, _) in zip(job_ids, entries, strict=True):
+        queue.redis.call("XCLAIM", lane, "workers", "dead", 0, entry_id, "IDLE", 99_999, "JUSTID")
+        opened = ("e", "open", "t", 1, "worker", "dead", "model", "m", "from", 0)
+        queue.redis.call("XADD", queue.keys.reply(job_id), "1000-0", *opened)
+        state: dict[str, str | int] = {
+            "entry": f"normal/{entry_id.decode()}",
+            "status": "running",
+            "worker": "dead",
+            "attempt": 1000,
+        }
+        state |= {"crashes": crashes, "solo": 0, "alone": 0}
+        queue.redis.call("HSET", queue.keys.state(job_id), *(part for pair in state.items() for part in pair))
+
+
+def engine_of(worker: ScriptedProcess) -> psutil.Process | None:
+    """Its engine; None between two."""
+    with contextlib.suppress(StopIteration, psutil.NoSuchProcess):
+        return worker.engine()
+    return None
+
+
+def has_ended(queue: Queue, job_id: str) -> bool:
+    """Whether its reply has its terminal event."""
+    events = queue.reply(job_id).events
+    return bool(events) and events[-1][1]["e"] in ("end", "error")
