@@ -34,6 +34,7 @@ from worker.intake import ServedModel
 from worker.job import WorkerNames
 from worker.job_taking import JobTaking
 from worker.liveness import Liveness
+from worker.logs import LogLevel
 from worker.metrics import WorkerMetrics
 from worker.parts import Parts
 from worker.served_queue import ServedQueue
@@ -125,6 +126,7 @@ class Service:
     def _make_queues(self) -> list[ServedQueue]:
         settings = self._settings
         recorder = None if settings.record_trace is None else TraceRecorder(settings.record_trace)
+        log_level = LogLevel()
         return [
             ServedQueue(
                 queue,
@@ -134,6 +136,7 @@ class Service:
                 self._parts,
                 self._metrics.of_queue(queue),
                 self._gate,
+                log_level,
                 model=self._model,
                 recorder=recorder,
                 on_change=self._room.set,
