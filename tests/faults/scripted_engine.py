@@ -3,7 +3,7 @@
     python scripted_engine.py FD CONFIG_JSON
 
 What it answers is known without running it: `tests.unit.scheduler.fake_runner.generate`. PAGEMILL_STEP_MS in the
-environment is how long one step takes.
+environment is how long one step takes, PAGEMILL_START_MS how long it says nothing before it stands.
 """
 
 import json
@@ -87,6 +87,7 @@ def main() -> None:
 
     commands: SimpleQueue[Command] = SimpleQueue()
     threading.Thread(target=read_commands, args=(connection, commands), daemon=True).start()
+    time.sleep(float(os.environ.get("PAGEMILL_START_MS", "0")) / 1000)
     engine, info = build(EngineConfig(**json.loads(sys.argv[2])))
     emit(Ready(info))
     try:
