@@ -26,6 +26,7 @@ COMMANDS = {
     "jobs": "Show the depth of each lane and what is running.",
     "workers": "Show the workers that serve a queue.",
     "dead": "Show the dead letters of a queue.",
+    "acl": "Print the rights that a worker or a client needs on the server.",
     "redis": "Send one raw command to the server and print the answer.",
     "bench": "Measure the engine and its peers on this machine.",
     "simulate": "Run recorded traffic through the scheduler, without a model.",

@@ -29,6 +29,7 @@ from worker.engine_client import EngineClient, InProcessEngine, ProcessEngine, P
 from worker.engine_config import EngineConfig, EngineInfo
 from worker.engine_supervisor import EngineSupervisor
 from worker.errors import StartupError
+from worker.giving_up import unless_stopped, while_worthwhile
 from worker.http_status import Health, StatusServer
 from worker.intake import Intake, ServedModel
 from worker.job import Job, WorkerNames
@@ -51,6 +52,10 @@ log = structlog.get_logger(__name__)
 NO_ROOM_S = 1.0
 # At the end: time to write what is gathered and to give unfinished jobs to a peer.
 HAND_OVER_S = 10.0
+# At the end: how long each of these is tried where Redis is out of reach.
+CUT_OFF_S = 0.5
+# How long a read that is under way may take once the worker is told to stop: longer than it blocks.
+TAKE_S = 1.5
 # At the end: how long a part that was cancelled may take before it is cancelled again.
 CANCEL_AGAIN_S = 1.0
 # Names of the tasks that take entries in begin with this.
@@ -272,11 +277,13 @@ class Service:
                 if self._watch.is_paused or room <= 0:
                     entries = await self._without_room()
                 else:
-                    entries = await self._links.source.take(room)
+                    # Given up only where Redis doesn't answer: what comes is held, and has to be handled.
+                    taking = self._links.source.take(room)
+                    entries = await unless_stopped(taking, self._stop, TAKE_S) or []
                 backoff.reset()
             except StreamsError as error:
                 tell(log, "queue_unread", error)
-                await backoff.wait()
+                await unless_stopped(backoff.wait(), self._stop, 0)
                 continue
             for entry in entries:
                 self._spawn(f"{ACCEPT}{entry.lane}/{entry.entry_id}", intake.accept(entry))
@@ -346,18 +353,23 @@ class Service:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._until_empty(self._hurry)
-        with contextlib.suppress(TimeoutError, StreamsError):
-            async with asyncio.timeout(HAND_OVER_S):
-                await asyncio.gather(*(task for task in self._tasks if task.get_name().startswith(ACCEPT)))
-                for job in self._table:
-                    await self._hand_over(job)
-                await self._until_empty(asyncio.Event())
-        with contextlib.suppress(TimeoutError, StreamsError):
-            async with asyncio.timeout(HAND_OVER_S):
-                await self._links.registry.leave()
+        await self._while_redis_answers(self._hand_over_all())
+        await self._while_redis_answers(self._links.registry.leave())
         log.info("worker_stopped", num_jobs_left=len(self._links.leases))
         for task in background:
             task.cancel()
+
+    async def _hand_over_all(self) -> None:
+        await asyncio.gather(*(task for task in self._tasks if task.get_name().startswith(ACCEPT)))
+        for job in self._table:
+            await self._hand_over(job)
+        await self._until_empty(asyncio.Event())
+
+    async def _while_redis_answers(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does `work` within HAND_OVER_S. Without Redis it is soon given up: leases run out by themselves."""
+        health = self._links.health
+        with contextlib.suppress(StreamsError):
+            await while_worthwhile(work, lambda: health.is_cut_off, at_least_s=CUT_OFF_S, at_most_s=HAND_OVER_S)
 
     async def _hand_over(self, job: Job) -> None:
         """Give a job to a peer; where that fails, its lease runs out, and the others are handed over all the same."""
