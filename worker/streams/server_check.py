@@ -93,6 +93,8 @@ def _login_words(error: LoginRefusedError) -> str:
         return "the server has no database of this number: name another at the end of the URL"
     if "Sentinel" in str(error):
         return str(error)
+    if "permission" in str(error):
+        return f"{error}. A database other than 0 takes the right +select"
     return "Redis refuses the user or password: check them in the URL"
 
 
