@@ -174,7 +174,7 @@ class Settings(BaseSettings):
     heartbeat_ms: int = Field(default=5_000, ge=100, le=600_000)
     """Milliseconds between two entries in the worker registry; a worker is forgotten after three missed ones."""
     watchdog_s: float = Field(default=60.0, gt=0, le=3600)
-    """Seconds without a finished step of a busy engine, or without a turn of the service, after which its jobs go to a peer."""
+    """Seconds without a step of a busy engine, or a turn of the service, after which a worker lets its jobs go."""
     shutdown_grace_s: float = Field(default=30.0, ge=0, le=3600)
     """Seconds that running jobs get to finish when the worker is told to stop."""
     result_ttl_ms: int = Field(default=600_000, ge=1000)
