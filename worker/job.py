@@ -39,20 +39,27 @@ class Job:
     writes it after every token.
     """
 
-    def __init__(self, entry: Entry, envelope: JobEnvelope, writer: ReplyWriter, times: JobTimes) -> None:
+    def __init__(
+        self, entry: Entry, envelope: JobEnvelope, writer: ReplyWriter, times: JobTimes, *, queue: str = ""
+    ) -> None:
         self.entry = entry
         self.envelope = envelope
         self.writer = writer
         self.times = times
-        # The engine's name for this job: one attempt's tokens are never taken for another's.
-        self.seq_id = f"{envelope.id}:{writer.attempt}"
+        # The engine's name for this job: one attempt's tokens are never taken for another's, nor for those of a job
+        # of the same id in another queue.
+        self.seq_id = f"{queue}/{envelope.id}:{writer.attempt}"
         self.request: GenerateRequest | None = None
         self.choices: Choices | None = None
         self.prompt_ids: tuple[int, ...] = ()
         self.seed = 0
         self.num_replayed = 0
         self.num_attempts = 1
-        self.num_engine_deaths = 0
+        # Engines and workers that died with it, and those in a row that it was alone in.
+        self.crashes = 0
+        self.solo = 0
+        # How often it was set aside while another ran alone.
+        self.num_set_aside = 0
         self.has_dead_letter = False
         self.is_over = False
         self.outcome = ""
@@ -97,7 +104,9 @@ class Job:
         if output.finish_reason is FinishReason.ERROR:
             reason = output.error or "the engine can't go on with this job"
             code = ErrorCode.OUT_OF_MEMORY if output.is_out_of_memory else ErrorCode.ENGINE_ERROR
-            self.fail(JobError(code, reason), now_ms)
+            # Some reasons come with their advice.
+            message = reason if ": " in reason else f"{reason}: send the job again with another id"
+            self.fail(JobError(code, message), now_ms)
             return False
         if output.finish_reason is FinishReason.DEADLINE:
             is_first = self.times.first_token_ms is None

@@ -27,6 +27,7 @@ from worker.engine_process import EngineLoop, read_commands
 
 BLOCK_SIZE: Final = 16
 DEFAULT_NUM_BLOCKS: Final = 128
+DEFAULT_NUM_BATCHED_TOKENS: Final = 512
 VOCAB_SIZE: Final = 320
 STEP_VARIABLE: Final = "PAGEMILL_STEP_MS"
 SCHEDULED_VARIABLE: Final = "PAGEMILL_SCHEDULED"
@@ -76,8 +77,12 @@ def build(config: EngineConfig, make_runner: MakeRunner) -> tuple[Engine, Engine
     num_blocks = config.num_kv_blocks or DEFAULT_NUM_BLOCKS
     max_model_len = config.max_model_len or num_blocks * BLOCK_SIZE
     scheduler = Scheduler(
-        SchedulerConfig(max_model_len=max_model_len, max_num_seqs=config.max_num_seqs),
-        CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE),
+        SchedulerConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens or DEFAULT_NUM_BATCHED_TOKENS,
+        ),
+        CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_cpu_blocks=config.num_swap_blocks or 0),
     )
     info = EngineInfo(
         max_model_len=max_model_len,

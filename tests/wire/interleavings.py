@@ -39,8 +39,8 @@ class World:
         await world._actors[0].worker.source.ensure_groups()
         return world
 
-    def _make_link(self, url: str, name: str) -> SteppedLink:
-        self._links.append(SteppedLink(self._raw, url, name))
+    def _make_link(self, url: str, name: str, queue: str) -> SteppedLink:
+        self._links.append(SteppedLink(self._raw, url, name, queue))
         return self._links[-1]
 
     async def run(self, seed: int, deeds: Sequence[str]) -> list[str]:

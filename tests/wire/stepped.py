@@ -21,8 +21,8 @@ class SteppedLink(FaultyLink):
     the next event of a reply comes, and has room again for what is sent behind it.
     """
 
-    def __init__(self, raw: RespClient, url: str, name: str) -> None:
-        super().__init__(url, name)
+    def __init__(self, raw: RespClient, url: str, name: str, queue: str) -> None:
+        super().__init__(url, name, queue)
         self._raw = raw
         self._is_connected = False
         self.rng: random.Random | None = None

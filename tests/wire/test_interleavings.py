@@ -23,6 +23,7 @@ FEW_SEEDS, MANY_SEEDS = 100, 1500
 NUM_SEEDS = [FEW_SEEDS, pytest.param(MANY_SEEDS, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 
 
+@pytest.mark.two_servers
 @pytest.mark.parametrize("adversary", ADVERSARIES)
 @pytest.mark.parametrize("num_seeds", NUM_SEEDS)
 async def test_in_every_order_every_client_sees_one_whole_reply(
@@ -33,6 +34,7 @@ async def test_in_every_order_every_client_sees_one_whole_reply(
         assert await world.run(seed, ADVERSARIES[adversary]) == []
 
 
+@pytest.mark.two_servers
 @pytest.mark.parametrize("num_seeds", NUM_SEEDS)
 async def test_equal_attempts_of_a_coarse_clock_change_nothing(
     raw: RespClient, redis_url: str, keys: QueueKeys, num_seeds: int, monkeypatch: pytest.MonkeyPatch
@@ -44,6 +46,7 @@ async def test_equal_attempts_of_a_coarse_clock_change_nothing(
         assert await world.run(seed, ADVERSARIES["everything"]) == []
 
 
+@pytest.mark.two_servers
 @pytest.mark.parametrize("broken", BROKEN_RULES, ids=[broken.rule for broken in BROKEN_RULES])
 async def test_without_one_of_the_rules_some_order_shows_it(
     raw: RespClient, redis_url: str, keys: QueueKeys, broken: BrokenRule, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,8 @@ from tests.wire.resp import RespClient
 from tests.wire.workers import LEASE_MS, MakeWorker, TestWorker, push
 from worker.streams.leases import Entry, Loss
 
+pytestmark = pytest.mark.every_topology
+
 
 def idle_ms(raw: RespClient, worker: TestWorker) -> dict[str, int]:
     """Idle time of each pending entry of the normal lane."""

@@ -6,24 +6,22 @@ import pytest
 
 from tests.wire.resp import RespClient, RespError
 from tests.wire.workers import TestWorker, push
-from worker.protocol import parse_envelope
-from worker.streams.connection import Link, check_server
+from worker.streams.admission import Admission
+from worker.streams.connection import Link
 from worker.streams.keys import QueueKeys
 from worker.streams.overload import OldestWatch
+from worker.streams.queue_config import parse_config
 from worker.streams.registry import CancelMarks, ControlReader, Registry, add_dead_letter, read_config
 from worker.streams.reply_writer import ReplyStatus
 from worker.streams.scripts import SettleStatus
+from worker.streams.server_check import check_server
+from worker.streams.turns import Turns
 
 WORKER = (
     "resetchannels -@all +@stream -xsetid -xtrim +eval +evalsha +script|load +get +set +strlen +del +unlink +exists"
     " +pexpire +pttl +hset +hget +hgetall +hmget +hdel +hincrby +zadd +zrange +zrangebyscore +zrem +time +info +wait"
     " +multi +exec +discard +hello +auth +ping ~pagemill:{*}:*"
 )
-# Subcommands can be taken away since 7.0; before, they can only be granted.
-NO_GROUP_CHANGES = {
-    "valkey-9.1": "-xgroup|destroy -xgroup|setid",
-    "redis-6.2": "-xgroup +xgroup|create +xgroup|delconsumer",
-}
 CLIENT = (
     "resetchannels -@all +xadd +xread +xrange +xlen +hgetall +hello +auth +ping %W~pagemill:{*}:jobs:high"
     " %W~pagemill:{*}:jobs:normal %W~pagemill:{*}:jobs:low %W~pagemill:{*}:control %R~pagemill:{*}:reply:*"
@@ -35,6 +33,13 @@ def selectors(rule: str) -> list[str]:
     """The rule as arguments of ACL SETUSER: a selector in brackets is one of them."""
     head, _, selector = rule.partition(" (")
     return [*head.split(), *([f"({selector}"] if selector else [])]
+
+
+def no_group_changes(request: pytest.FixtureRequest) -> str:
+    """Subcommands can be taken away since 7.0; before, they can only be granted."""
+    if request.node.callspec.params["redis_url"] == "redis-6.2":
+        return "-xgroup +xgroup|create +xgroup|delconsumer"
+    return "-xgroup|destroy -xgroup|setid"
 
 
 @pytest.fixture
@@ -52,8 +57,7 @@ def as_user(redis_url: str, raw: RespClient) -> Iterator[Callable[[str], str]]:
 async def test_a_worker_does_all_its_work_under_its_rule(
     as_user: Callable[[str], str], raw: RespClient, keys: QueueKeys, request: pytest.FixtureRequest
 ) -> None:
-    server = request.node.callspec.params["redis_url"]
-    url = as_user(f"{WORKER} {NO_GROUP_CHANGES[server]}")
+    url = as_user(f"{WORKER} {no_group_changes(request)}")
     await check_server(url)
     worker = TestWorker(url, keys, "w")
     for job_id in ("a", "b", "c"):
@@ -77,9 +81,19 @@ async def test_a_worker_does_all_its_work_under_its_rule(
         keys,
         worker.clock,
         worker.leases,
-        lambda entry, now_ms: parse_envelope(entry.lane, entry.entry_id, entry.fields, now_ms=now_ms),
     )
     assert len(await oldest.look()) == 1
+    admission = Admission(worker.scripts, lease_ms=1000, run_ttl_ms=60_000)
+    limits = {"rate": "1", "token_rate": "1", "concurrency": "1"}
+    admission.configure(parse_config({f"tenant:*:{name}": value for name, value in limits.items()}))
+    worker.source.picker = Turns(oldest, admission, worker.leases, is_fair=True)
+    for job_id in ("d", "e", "f"):
+        await push(worker, id=job_id, prompt="x", tenant=job_id)
+    for entry in await worker.take(2, room=2):
+        assert await admission.admit(worker.envelope(entry)) is None
+        await admission.ended(worker.envelope(entry), 10)
+        await worker.outcomes.put_aside(worker.envelope(entry))
+    assert [entry.fields[b"id"] for entry in await worker.take(1, room=1)] == [b"d"]
     registry = Registry(worker.commands, worker.scripts, keys, "w", worker.clock, 1000)
     await registry.beat({"slots": 1})
     await registry.sweep()
@@ -108,7 +122,7 @@ async def test_a_worker_does_all_its_work_under_its_rule(
 def test_a_worker_can_do_no_harm_beyond_its_queues(
     as_user: Callable[[str], str], command: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
-    url = as_user(f"{WORKER} {NO_GROUP_CHANGES[request.node.callspec.params['redis_url']]}")
+    url = as_user(f"{WORKER} {no_group_changes(request)}")
     with RespClient(url) as worker, pytest.raises(RespError, match="NOPERM"):
         worker.call(*command)
 

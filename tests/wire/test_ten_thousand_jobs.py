@@ -74,7 +74,7 @@ async def test_after_ten_thousand_jobs_the_lanes_are_empty_and_the_memory_is_wha
     own_raw: tuple[str, RespClient], keys: QueueKeys
 ) -> None:
     url, raw = own_raw
-    worker = TestWorker(url, keys, "w", lambda url, name: SteppedLink(raw, url, name))
+    worker = TestWorker(url, keys, "w", lambda url, name, queue: SteppedLink(raw, url, name, queue))
     await worker.source.ensure_groups()
     await run_jobs(worker, raw, NUM_BEFORE)
     before = resting_bytes(raw, keys)

@@ -38,7 +38,7 @@ class FaultyLink(Link):
         return answers
 
 
-MakeLink = Callable[[str, str], FaultyLink]
+MakeLink = Callable[[str, str, str], FaultyLink]
 
 
 class TestWorker:
@@ -49,7 +49,7 @@ class TestWorker:
     def __init__(self, url: str, keys: QueueKeys, name: str, make_link: MakeLink = FaultyLink) -> None:
         self.keys = keys
         self.name = name
-        self.links = tuple(make_link(url, part) for part in ("commands", "jobs", "replies", "leases"))
+        self.links = tuple(make_link(url, part, keys.queue) for part in ("commands", "jobs", "replies", "leases"))
         self.commands, self.jobs_link, self.reply_link, self.lease_link = self.links
         self.clock = ServerClock()
         self.losses: list[tuple[Entry, Loss]] = []

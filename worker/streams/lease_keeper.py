@@ -9,6 +9,7 @@ import structlog
 
 from worker.streams.connection import Backoff, Link
 from worker.streams.errors import StreamsError
+from worker.streams.health import tell
 from worker.streams.leases import Leases
 
 log = structlog.get_logger(__name__)
@@ -63,7 +64,7 @@ class LeaseKeeper:
                 backoff.reset()
                 await asyncio.sleep(leases.period_s)
             except StreamsError as error:
-                log.warning("lease_renewal_failed", num_held=len(leases), error=str(error))
+                tell(log, "lease_renewal_failed", error, num_held=len(leases))
                 await backoff.wait()
 
 

@@ -100,6 +100,10 @@ class Leases:
         """Whether the entry is under renewal."""
         return key in self._held
 
+    def entries(self) -> Iterable[Entry]:
+        """What is under renewal."""
+        return self._held.values()
+
     def __len__(self) -> int:
         return len(self._held)
 
