@@ -95,8 +95,8 @@ export class Client {
     this.#retryMs = retryMs;
   }
 
-  /** Puts a job on the queue and answers its id. A string is completed as it stands, an array is chat messages.
-   *  `fields` are the job's others: max_tokens, temperature, n, ttl_ms, ... */
+  /** Puts a job on the queue and answers its id. A string is completed as it stands, an array is chat messages; null:
+   *  the fields say it. `fields` are the job's others: max_tokens, temperature, n, ttl_ms, ... */
   async submit(prompt, { id = randomBytes(12).toString("hex"), lane = "normal", ...fields } = {}) {
     if (!LANES.includes(lane)) throw new PagemillError("bad_request", `there is no lane ${lane}`);
     const job = { id: checkedId(id), [typeof prompt === "string" ? "prompt" : "messages"]: prompt, ...fields };
@@ -274,7 +274,8 @@ class Connection {
     try {
       const user = username ? [decodeURIComponent(username)] : [];
       if (password) await connection.call(["AUTH", ...user, decodeURIComponent(password)]);
-      if (pathname.length > 1) await connection.call(["SELECT", pathname.slice(1)]);
+      // Database 0 is where one is; a client's rights may not include SELECT.
+      if (!/^\/?0*$/.test(pathname)) await connection.call(["SELECT", pathname.slice(1)]);
     } catch (error) {
       connection.close();
       throw error;
@@ -415,7 +416,7 @@ async function main([command, queue, subject, ...rest]) {
   const { REDIS_URL = "redis://localhost:6379", RETRY_S = "30" } = process.env;
   const client = new Client(REDIS_URL, queue ?? "", { retryMs: 1000 * Number(RETRY_S) });
   try {
-    if (command === "submit") console.log(await client.submit(subject, Object.fromEntries(pairs(rest))));
+    if (command === "submit") console.log(await client.submit(subject || null, Object.fromEntries(pairs(rest))));
     else if (command === "status") console.log((await client.status(subject)) ?? "unknown");
     else if (command === "cancel") await client.cancel(subject);
     else if (command === "stream") await show(client, subject, rest[0]);

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A client of Pagemill out of bash and redis-cli. docs/clients/bash.md says how it behaves.
 #
-#   pagemill.sh submit QUEUE PROMPT [NAME VALUE]...   puts a job on the queue, prints its id
+#   pagemill.sh submit QUEUE PROMPT [NAME VALUE]...   puts a job on the queue, prints its id; '' is no prompt
 #   pagemill.sh stream QUEUE ID [LAST_ID]             prints the reply as it comes, from behind LAST_ID on
 #   pagemill.sh status QUEUE ID                       queued, running, done, an error's code, or unknown
 #   pagemill.sh cancel QUEUE ID [REASON]              asks for an end, wherever the job is
@@ -193,7 +193,7 @@ case ${1-}-$# in
     queue=$2 prompt=$3 lane=${LANE:-normal} id=${JOB_ID:-$(od -An -N12 -tx1 /dev/urandom | tr -d ' \n')}
     shift 3
     # Where the answer is lost it is sent again under the same id, which runs once.
-    ask XADD "pagemill:{$queue}:jobs:$lane" '*' id "$id" prompt "$prompt" "$@"
+    ask XADD "pagemill:{$queue}:jobs:$lane" '*' id "$id" ${prompt:+prompt "$prompt"} "$@"
     echo "$id"
     ;;
   stream-[34])

@@ -7,7 +7,7 @@ import select
 import socket
 import subprocess
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from urllib.parse import urlsplit
 
 import pytest
@@ -16,6 +16,8 @@ from tests.clients.conftest import FOLDER, node
 from tests.clients.samples import Sample, end, opened, token, write
 from tests.e2e.workers import Queue, eventually
 from tests.faults.proxy import Proxy
+from tests.wire.test_rights import CLIENT, selectors
+from worker.client import Client, ReplyLostError
 from worker.streams.keys import TERMINAL_SEQ
 
 # What a shell, CSV, JSON and a terminal could each trip over.
@@ -47,6 +49,13 @@ def test_a_job_is_sent_streamed_and_told_of(sample: Sample, served: Queue) -> No
     assert reading.text == reply.text
     assert [event_id for _, event_id in reading.seen] == [event_id for event_id, _ in reply.events]
     eventually(lambda: sample.call("status", job_id) == "done", "the job to be settled")
+
+
+def test_a_chat_is_a_field(sample: Sample, queue: Queue) -> None:
+    messages = '[{"role": "user", "content": "say \\"é\\""}]'
+    job_id = sample.call("submit", "", "messages", messages, "seed", "7")
+    ((_, job),) = queue.redis.events(queue.keys.jobs("normal"))
+    assert job == {"id": job_id, "messages": messages, "seed": "7"}
 
 
 def test_a_job_that_runs_is_cancelled(sample: Sample, served: Queue) -> None:
@@ -199,6 +208,46 @@ def test_several_choices_are_told_apart(sample: Sample, queue: Queue) -> None:
     reading = sample.read("job")
     assert reading.end() == 0
     assert reading.text == "zero!\n[choice 1]\none?"
+
+
+@pytest.fixture
+def client_url(valkey_url: str, queue: Queue) -> Iterator[str]:
+    """The server for somebody who has a client's rights and no more."""
+    user = f"client-{queue.keys.queue}"
+    queue.redis.call("ACL", "SETUSER", user, "reset", "on", ">secret", *selectors(CLIENT))
+    yield f"redis://{user}:secret@{valkey_url.rpartition('@')[2]}"
+    queue.redis.call("ACL", "DELUSER", user)
+
+
+def test_a_clients_rights_are_enough(sample: Sample, queue: Queue, client_url: str) -> None:
+    sample.url = client_url
+    job_id = sample.call("submit", "hello")
+    assert sample.call("status", job_id) == "unknown"
+    sample.call("cancel", job_id)
+    write(queue, opened(7), token("7-1", "one ", [1], 1), end(7, "two"), job_id=job_id)
+    reading = sample.read(job_id)
+    assert (reading.end(), reading.text) == (0, "one two")
+    behind = sample.read(job_id, "7-1", LIMIT_S="1")
+    assert (behind.end(), behind.text) == (0, "two")
+    assert sample.read("nobody", LIMIT_S="1").end() != 0
+
+
+def test_a_clients_rights_are_enough_for_the_one_for_python(queue: Queue, client_url: str) -> None:
+    with Client(client_url, queue.keys.queue) as client:
+        job_id = client.submit("hello", ttl_ms=1)
+        assert client.status(job_id) is None
+        client.cancel(job_id)
+        with pytest.raises(ReplyLostError):
+            client.result(job_id)
+        write(queue, opened(7), token("7-1", "one ", [1], 1), end(7, "two"), job_id=job_id)
+        assert client.result(job_id).text == "one two"
+        assert [event.text for event in client.stream(job_id, after="7-1")] == ["two"]
+
+
+def test_wrong_words_are_told(sample: Sample) -> None:
+    reading = sample.begin("stram", "job")
+    assert reading.end() != 0
+    assert "stream" in (reading.folder / "err").read_text()
 
 
 def test_a_server_that_is_not_there_is_an_error(sample: Sample) -> None:
