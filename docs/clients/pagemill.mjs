@@ -23,9 +23,9 @@ const ANSWER_MS = 10_000;
 const READ_COUNT = 256;
 // A cancel mark lives as long as a job may wait in the queue.
 const CANCEL_TTL_S = 86_400;
-// Errors of a server that may answer later, and of one that is a primary no longer.
-const PASSING = new Set(["OOM", "LOADING", "BUSY", "TRYAGAIN", "CLUSTERDOWN", "NOREPLICAS", "MISCONF"]);
-const WRONG_SERVER = new Set(["READONLY", "MASTERDOWN", "UNBLOCKED"]);
+// Errors of a server that may answer later, and of one that isn't, or is no longer, the one to ask.
+const PASSING = new Set(["OOM", "LOADING", "BUSY", "TRYAGAIN", "ASK", "CLUSTERDOWN", "NOREPLICAS", "MISCONF"]);
+const WRONG_SERVER = new Set(["READONLY", "MASTERDOWN", "UNBLOCKED", "MOVED"]);
 
 /** What a client throws. `code` is the wire's error code, or one of reply_lost, reply_broken, connection_lost and
  *  the first word of a server's error; `retryable`: the same job may succeed when it is sent again. */
@@ -86,6 +86,7 @@ export class Client {
   #url;
   #queue;
   #retryMs;
+  #movedTo = null;
   #connection = null; // a promise, so that calls at the same time share it
 
   constructor(url, queue, { retryMs = 30_000 } = {}) {
@@ -149,7 +150,7 @@ export class Client {
       for (;;) {
         let answer;
         try {
-          connection ??= await Connection.open(this.#url);
+          connection ??= await this.#open();
           // A new connection may lead to a server that has forgotten what was read.
           if (isInDoubt && last !== START) {
             const [entry] = await connection.call(["XRANGE", key, last, last, "COUNT", 1]);
@@ -169,6 +170,7 @@ export class Client {
           connection?.close();
           connection = null;
           isInDoubt = true;
+          this.#follow(error);
           await patience.wait(error);
           continue;
         }
@@ -210,7 +212,7 @@ export class Client {
   async #call(words) {
     const patience = new Patience(this.#retryMs);
     for (;;) {
-      const opening = (this.#connection ??= Connection.open(this.#url));
+      const opening = (this.#connection ??= this.#open());
       let connection = null;
       try {
         connection = await opening;
@@ -218,9 +220,25 @@ export class Client {
       } catch (error) {
         const isOver = connection === null || error.code === "connection_lost" || WRONG_SERVER.has(error.code);
         if (isOver && this.#connection === opening) this.close();
+        this.#follow(error);
         await patience.wait(error);
       }
     }
+  }
+
+  #open() {
+    return Connection.open(this.#movedTo ?? this.#url);
+  }
+
+  /** Of a Cluster any node may be named: it says which one has the queue. Where that is gone, the first is asked again. */
+  #follow(error) {
+    if (error.code === "connection_lost") this.#movedTo = null;
+    if (error.code !== "MOVED") return;
+    const [, host, port] = /^MOVED \d+ (.*):(\d+)$/.exec(error.message);
+    const url = new URL(this.#url);
+    if (host) url.hostname = host.includes(":") ? `[${host}]` : host;
+    url.port = port;
+    this.#movedTo = url.href;
   }
 
   async #record(id) {

@@ -17,24 +17,35 @@ set -u
 
 separator=$'\x1f'
 is_in_doubt=
+url=$REDIS_URL
 
 # One command. `answer` is what the server said as CSV, which is one line with all else escaped. Lost connections are
 # waited out: every command here may be sent twice.
 ask() {
   local began=$SECONDS
   while true; do
-    if answer=$("$REDIS_CLI" --no-auth-warning -u "$REDIS_URL" --csv "$@" 2>/dev/null </dev/null); then
+    if answer=$("$REDIS_CLI" --no-auth-warning -u "$url" --csv "$@" 2>/dev/null </dev/null); then
       case $answer in
+        ERROR,\"MOVED*) follow "${answer##* }" ;;
         ERROR,\"OOM* | ERROR,\"LOADING* | ERROR,\"BUSY* | ERROR,\"READONLY* | ERROR,\"MASTERDOWN* | \
-          ERROR,\"CLUSTERDOWN* | ERROR,\"TRYAGAIN* | ERROR,\"NOREPLICAS* | ERROR,\"MISCONF* | ERROR,\"UNBLOCKED*) ;;
+          ERROR,\"ASK* | ERROR,\"CLUSTERDOWN* | ERROR,\"TRYAGAIN* | ERROR,\"NOREPLICAS* | ERROR,\"MISCONF* | ERROR,\"UNBLOCKED*) ;;
         ERROR,*) give_up 2 "$answer" ;;
         *) return ;;
       esac
+    else
+      url=$REDIS_URL
     fi
     is_in_doubt=1
     ((SECONDS - began < RETRY_S)) || give_up 2 "${answer:-connection_lost: no answer from REDIS_URL for $RETRY_S s}"
     sleep 0.3
   done
+}
+
+# Of a Cluster any node may be named: it says which one has the queue. Where that is gone, the first is asked again.
+follow() {
+  local scheme=${REDIS_URL%%://*} place=${REDIS_URL#*://} login=''
+  [[ $place != *@* ]] || login=${place%@*}@
+  url=$scheme://$login${1%\"}
 }
 
 give_up() {

@@ -1,6 +1,7 @@
 """The clients in docs/clients as programs: each rule for clients, on a real server."""
 
 import asyncio
+import contextlib
 import json
 import re
 import select
@@ -172,6 +173,32 @@ async def test_a_job_is_sent_once_the_server_is_back(sample: Sample, queue: Queu
     assert await asyncio.to_thread(sending.end) == 0
     ((_, job),) = queue.redis.events(queue.keys.jobs("normal"))
     assert job["id"] == sending.text.strip()
+
+
+def misdirect(listener: socket.socket, port: int) -> None:
+    """Play a Cluster's node that has another queue's slot, until the listener is closed."""
+    with contextlib.suppress(OSError):
+        while True:
+            client, _ = listener.accept()
+            with client, client.makefile("rb") as words:
+                while line := words.readline():
+                    command = [(words.readline(), words.readline())[1] for _ in range(int(line[1:]))]
+                    is_login = command[0].strip().upper() == b"AUTH"
+                    client.sendall(b"+OK\r\n" if is_login else b"-MOVED 7 127.0.0.1:%d\r\n" % port)
+
+
+def test_of_a_cluster_the_node_that_has_the_queue_is_found(sample: Sample, queue: Queue) -> None:
+    parts = urlsplit(sample.url)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        node_thread = threading.Thread(target=misdirect, args=(listener, parts.port), daemon=True)
+        node_thread.start()
+        sample.url = sample.url.replace(f":{parts.port}", f":{listener.getsockname()[1]}")
+        job_id = sample.call("submit", "hello")
+        write(queue, opened(7), token("7-1", "found ", [1], 1), end(7, "it"), job_id=job_id)
+        reading = sample.read(job_id)
+        assert (reading.end(), reading.text) == (0, "found it")
+        listener.shutdown(socket.SHUT_RDWR)
+        node_thread.join()
 
 
 def test_a_full_server_is_waited_for(sample: Sample, queue: Queue) -> None:
