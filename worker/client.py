@@ -84,7 +84,7 @@ class AsyncClient:
         self.keys = QueueKeys(queue)
         self._url = url
         self._retry_s = retry_s
-        self._link = Link(url, "client")
+        self._link = Link(url, "client", queue)
         self._sent: dict[str, _Sent] = {}
 
     async def submit(
@@ -162,7 +162,7 @@ class AsyncClient:
         sent = self._sent.get(job_id, _Sent(None, None))
         digest = sent.digest
         deadline = sent.deadline if limit_s is None else time.monotonic() + limit_s
-        link, patience = Link(self._url, "client-reply"), _Patience(self._retry_s)
+        link, patience = Link(self._url, "client-reply", self.keys.queue), _Patience(self._retry_s)
         # Where the connection is new, so may be the server's memory: it may have forgotten what was read.
         is_in_doubt = cursor.has_begun
         try:
@@ -325,7 +325,7 @@ class _Patience:
         """Sleep before the next try. Raises `error` where no further try makes sense."""
         now = time.monotonic()
         self._since = self._since or now
-        is_final = isinstance(error, ServerError) and not (error.is_passing or error.is_wrong_server)
+        is_final = isinstance(error, ServerError) and not error.is_temporary
         if is_final or now - self._since >= self._retry_s:
             raise error
         await link.reset()

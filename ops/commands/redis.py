@@ -25,7 +25,7 @@ def command(
     pagemill redis XADD 'pagemill:{smollm2}:jobs:normal' '*' id haiku-1 prompt 'A haiku:'
     pagemill redis XREAD BLOCK 4000 STREAMS 'pagemill:{smollm2}:reply:haiku-1' 0-0
     """
-    url = find_server(client_settings(redis_url=redis_url, data_dir=data_dir))
+    url = find_server(client_settings(redis_url=redis_url, data_dir=data_dir, takes_several=True))
     with clear_connection_errors(url), RespConnection(url) as connection:
         answer = connection.call(words)
     if is_pretty is None:

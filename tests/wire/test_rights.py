@@ -6,13 +6,16 @@ import pytest
 
 from tests.wire.resp import RespClient, RespError
 from tests.wire.workers import TestWorker, push
-from worker.protocol import parse_envelope
-from worker.streams.connection import Link, check_server
+from worker.streams.admission import Admission
+from worker.streams.connection import Link
 from worker.streams.keys import QueueKeys
 from worker.streams.overload import OldestWatch
+from worker.streams.queue_config import parse_config
 from worker.streams.registry import CancelMarks, ControlReader, Registry, add_dead_letter, read_config
 from worker.streams.reply_writer import ReplyStatus
 from worker.streams.scripts import SettleStatus
+from worker.streams.server_check import check_server
+from worker.streams.turns import Turns
 
 WORKER = (
     "resetchannels -@all +@stream -xsetid -xtrim +eval +evalsha +script|load +get +set +strlen +del +unlink +exists"
@@ -61,7 +64,7 @@ async def test_a_worker_does_all_its_work_under_its_rule(
     first, second = await worker.take(2, room=2)
     writer = await worker.open(first)
     await worker.replies.recover(writer)
-    await worker.leases.renew()
+    await worker.renew()
     writer.token([1], "a")
     await worker.replies.flush()
     writer.end("stop", usage={}, receipt={})
@@ -77,9 +80,19 @@ async def test_a_worker_does_all_its_work_under_its_rule(
         keys,
         worker.clock,
         worker.leases,
-        lambda entry, now_ms: parse_envelope(entry.lane, entry.entry_id, entry.fields, now_ms=now_ms),
     )
     assert len(await oldest.look()) == 1
+    admission = Admission(worker.scripts, lease_ms=1000, run_ttl_ms=60_000)
+    limits = {"rate": "1", "token_rate": "1", "concurrency": "1"}
+    admission.configure(parse_config({f"tenant:*:{name}": value for name, value in limits.items()}))
+    worker.source.picker = Turns(oldest, admission, worker.leases, is_fair=True)
+    for job_id in ("d", "e", "f"):
+        await push(worker, id=job_id, prompt="x", tenant=job_id)
+    for entry in await worker.take(2, room=2):
+        assert await admission.admit(worker.envelope(entry)) is None
+        await admission.ended(worker.envelope(entry), 10)
+        await worker.outcomes.put_aside(worker.envelope(entry))
+    assert [entry.fields[b"id"] for entry in await worker.take(1, room=1)] == [b"d"]
     registry = Registry(worker.commands, worker.scripts, keys, "w", worker.clock, 1000)
     await registry.beat({"slots": 1})
     await registry.sweep()

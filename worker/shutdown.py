@@ -1,0 +1,63 @@
+"""How a worker ends: running jobs finish within the grace period, what is left goes to a peer, then it leaves.
+
+Leases and replies of all queues are served until the last of it. Whoever calls has stopped the taking of jobs, and
+ends the engine and the connections afterwards.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+import structlog
+
+from worker.served_queue import ServedQueue
+from worker.streams.errors import StreamsError
+
+log = structlog.get_logger(__name__)
+
+# Time to write what is gathered and to give unfinished jobs to a peer; and as long to leave the registry.
+HAND_OVER_S = 10.0
+
+
+async def shut_down(
+    queues: Sequence[ServedQueue], *, grace_s: float, room: asyncio.Event, hurry: asyncio.Event
+) -> None:
+    """Let jobs finish, then hand over what is left.
+
+    `room` is set whenever a job was settled or lost; `hurry`, that nobody waits for running jobs any longer.
+    """
+    log.info("worker_stopping", num_jobs=num_held(queues), grace_s=grace_s)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(grace_s):
+            await _until_empty(queues, room, hurry)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(HAND_OVER_S):
+            await asyncio.gather(*(queue.hand_over_all() for queue in queues))
+            await _until_empty(queues, room, asyncio.Event())
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(HAND_OVER_S):
+            await asyncio.gather(*(_leave(queue) for queue in queues))
+    log.info("worker_stopped", num_jobs_left=num_held(queues))
+
+
+def num_held(queues: Sequence[ServedQueue]) -> int:
+    """Jobs of all queues that are taken and not settled."""
+    return sum(queue.num_held for queue in queues)
+
+
+async def _leave(queue: ServedQueue) -> None:
+    with contextlib.suppress(StreamsError):
+        await queue.links.registry.leave()
+
+
+async def _until_empty(queues: Sequence[ServedQueue], room: asyncio.Event, enough: asyncio.Event) -> None:
+    """Wait until no job is held any more, or until `enough` is set."""
+    waiting = asyncio.create_task(enough.wait())
+    try:
+        while num_held(queues) and not enough.is_set():
+            room.clear()
+            freed = asyncio.create_task(room.wait())
+            await asyncio.wait({freed, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            freed.cancel()
+    finally:
+        waiting.cancel()
