@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import structlog
 
+from worker.engine_gate import EngineGate
 from worker.served_queue import ServedQueue
 from worker.streams.errors import StreamsError
 
@@ -20,7 +21,7 @@ HAND_OVER_S = 10.0
 
 
 async def shut_down(
-    queues: Sequence[ServedQueue], *, grace_s: float, room: asyncio.Event, hurry: asyncio.Event
+    queues: Sequence[ServedQueue], gate: EngineGate, *, grace_s: float, room: asyncio.Event, hurry: asyncio.Event
 ) -> None:
     """Let jobs finish, then hand over what is left.
 
@@ -32,6 +33,7 @@ async def shut_down(
             await _until_empty(queues, room, hurry)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(HAND_OVER_S):
+            gate.stop()
             await asyncio.gather(*(queue.hand_over_all() for queue in queues))
             await _until_empty(queues, room, asyncio.Event())
     with contextlib.suppress(TimeoutError):
