@@ -1,20 +1,13 @@
-"""Worker processes with a made-up model: they start within a second, and a step takes as long as a test likes."""
+"""Workers with the made-up model that tell of what goes on inside, on machines whose clock may be wrong."""
 
-import json
-import os
 import re
-import subprocess
 import sys
-import uuid
 from pathlib import Path
 from typing import Any
 
-import psutil
+from tests.e2e.workers import eventually
+from tests.faults.scripted import ScriptedWorker
 
-from tests.e2e.workers import WorkerProcess, eventually
-
-ROOT = Path(__file__).parents[2]
-SCRIPTED_WORKER = ROOT / "tests" / "faults" / "scripted_worker.py"
 # What runs a worker whose own clock is wrong by so many seconds.
 WRONG_CLOCK = (
     "import runpy, sys, time; real, ahead = time.time, float(sys.argv[1]); time.time = lambda: real() + ahead; "
@@ -22,8 +15,8 @@ WRONG_CLOCK = (
 )
 
 
-class ScriptedWorkerProcess(WorkerProcess):
-    """Like its base, but for the model. `clock_s`: so many seconds its machine's clock is ahead."""
+class ScriptedWorkerProcess(ScriptedWorker):
+    """Like its base, with four places. `clock_s`: so many seconds its machine's clock is ahead."""
 
     def __init__(
         self,
@@ -36,16 +29,15 @@ class ScriptedWorkerProcess(WorkerProcess):
         clock_s: float | None = None,
         **settings: Any,
     ) -> None:
-        self.log_path = logs / f"{queue}-{uuid.uuid4().hex[:6]}.log"
-        given = {"model": str(model), "redis_url": url, "queue": queue, "log_format": "json", "max_num_seqs": 4}
-        given |= {"heartbeat_ms": 100, "check_invariants": "step", "metrics_port": 0} | settings
-        words = [str(SCRIPTED_WORKER), json.dumps(given)]
-        if clock_s is not None:
-            words = ["-c", WRONG_CLOCK, str(clock_s), *words]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PAGEMILL_STEP_MS": str(step_ms)}
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen([sys.executable, "-P", *words], stdout=log, stderr=log, env=environment)
-        self._family: list[psutil.Process] = []
+        self._clock_s = clock_s
+        given = {"max_num_seqs": 4, "heartbeat_ms": 100, "metrics_port": 0} | settings
+        super().__init__(model, url, queue, logs, step_ms=step_ms, **given)
+
+    def command(self, settings: dict[str, str]) -> list[str]:
+        """What starts the process."""
+        _, option, *words = super().command(settings)
+        wrong = [] if self._clock_s is None else ["-c", WRONG_CLOCK, str(self._clock_s)]
+        return [sys.executable, option, *wrong, *words]
 
     def gauge(self, name: str) -> float:
         """The sum of a metric's series."""
