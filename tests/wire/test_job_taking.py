@@ -257,6 +257,33 @@ async def test_a_queue_whose_server_is_silent_or_gone_holds_up_no_other(
     assert {queue for queue, _ in worker.started} == {names[2]}
 
 
+async def test_nothing_is_taken_after_the_stop_however_late_an_answer_comes(
+    valkey_url: str, names: list[str], client: RespClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be held, and nobody would run it or hand it over."""
+    late, under_way, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    worker = LightWorker(valkey_url, names, at_once, num_seats=4)
+    slow = worker.queues[0].links
+    really = slow.source.take_at_once
+
+    async def take_late(room: int) -> list[Entry]:
+        under_way.set()
+        try:
+            await late.wait()
+            return await really(room)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(slow.source, "take_at_once", take_late)
+    async with worker:
+        add(client, names[0], 1)
+        await under_way.wait()
+        await worker.stop_taking()
+        late.set()
+        await ended.wait()
+        assert worker.num_held == num_pending(client, names) == 0
+
+
 async def test_a_queue_that_was_away_for_long_gets_its_share_and_no_more(
     valkey_url: str, names: list[str], client: RespClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
