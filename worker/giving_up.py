@@ -23,15 +23,20 @@ async def unless_stopped(work: Coroutine[Any, Any, Answer], stop: asyncio.Event,
 
 
 async def while_worthwhile(
-    work: Coroutine[Any, Any, None], is_hopeless: Callable[[], bool], *, at_least_s: float, at_most_s: float
+    work: Coroutine[Any, Any, None], is_hopeless: Callable[[], bool], *, patience_s: float, at_most_s: float
 ) -> None:
-    """Does `work` for `at_most_s`; after `at_least_s` it is given up where `is_hopeless`. Raises what it raises."""
+    """Does `work` for `at_most_s`; given up sooner once it `is_hopeless` for `patience_s` on end.
+
+    Raises what `work` raises.
+    """
     working = asyncio.create_task(work)
     loop = asyncio.get_running_loop()
-    began = loop.time()
+    began = hopeful_at = loop.time()
     try:
-        while not working.done() and (waited_s := loop.time() - began) < at_most_s:
-            if waited_s >= at_least_s and is_hopeless():
+        while not working.done() and (now := loop.time()) - began < at_most_s:
+            if not is_hopeless():
+                hopeful_at = now
+            elif now - hopeful_at >= patience_s:
                 return
             await asyncio.wait({working}, timeout=_LOOK_S)
         if working.done():

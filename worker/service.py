@@ -185,10 +185,10 @@ class Service:
 
     async def _start(self, ready: Callable[[ServiceInfo], None] | None, closing: contextlib.ExitStack) -> Started:
         """Everything up to where jobs are taken; what `closing` gets is closed last."""
-        redis_version = await check_server(self._url, self._settings.queue, self._links.health)
-        status = self._start_status_server()
+        status = self._start_status_server()  # first, so that whoever asks hears what is waited for
         if status is not None:
             closing.callback(status.close)
+        redis_version = await check_server(self._url, self._settings.queue, self._links.health)
         info, intake = await self._start_engine()
         await self._links.clock.sync(self._links.commands)
         await self._links.source.ensure_groups()
@@ -336,10 +336,10 @@ class Service:
     def _ready(self) -> Health:
         if self._stop.is_set():
             return Health(False, "draining")
-        if not self._engine.is_up:
-            return Health(False, "the engine is starting")
         if (trouble := self._links.health.trouble) is not None:
             return Health(False, f"waiting for Redis: {trouble}")
+        if not self._engine.is_up:
+            return Health(False, "the engine is starting")
         if not self._links.is_connected:
             return Health(False, "no connection to Redis")
         return self._alive()
@@ -369,7 +369,7 @@ class Service:
         """Does `work` within HAND_OVER_S. Without Redis it is soon given up: leases run out by themselves."""
         health = self._links.health
         with contextlib.suppress(StreamsError):
-            await while_worthwhile(work, lambda: health.is_cut_off, at_least_s=CUT_OFF_S, at_most_s=HAND_OVER_S)
+            await while_worthwhile(work, lambda: health.is_cut_off, patience_s=CUT_OFF_S, at_most_s=HAND_OVER_S)
 
     async def _hand_over(self, job: Job) -> None:
         """Give a job to a peer; where that fails, its lease runs out, and the others are handed over all the same."""
