@@ -5,11 +5,8 @@ import os
 import re
 import subprocess
 import sys
-import uuid
 from pathlib import Path
-from typing import Any
-
-import psutil
+from typing import IO, Any
 
 from tests.e2e.workers import WorkerProcess, eventually
 
@@ -36,16 +33,18 @@ class ScriptedWorkerProcess(WorkerProcess):
         clock_s: float | None = None,
         **settings: Any,
     ) -> None:
-        self.log_path = logs / f"{queue}-{uuid.uuid4().hex[:6]}.log"
-        given = {"model": str(model), "redis_url": url, "queue": queue, "log_format": "json", "max_num_seqs": 4}
-        given |= {"heartbeat_ms": 100, "check_invariants": "step", "metrics_port": 0} | settings
-        words = [str(SCRIPTED_WORKER), json.dumps(given)]
-        if clock_s is not None:
-            words = ["-c", WRONG_CLOCK, str(clock_s), *words]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PAGEMILL_STEP_MS": str(step_ms)}
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen([sys.executable, "-P", *words], stdout=log, stderr=log, env=environment)
-        self._family: list[psutil.Process] = []
+        self._step_ms = step_ms
+        self._clock_s = clock_s
+        defaults = {"max_num_seqs": 4, "heartbeat_ms": 100, "metrics_port": 0}
+        super().__init__(model, url, queue, logs, **(defaults | settings))
+
+    def start(self, settings: dict[str, str], log: IO[bytes]) -> "subprocess.Popen[bytes]":
+        """The process, whose output goes to `log`."""
+        words = [str(SCRIPTED_WORKER), json.dumps(settings)]
+        if self._clock_s is not None:
+            words = ["-c", WRONG_CLOCK, str(self._clock_s), *words]
+        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PAGEMILL_STEP_MS": str(self._step_ms)}
+        return subprocess.Popen([sys.executable, "-P", *words], stdout=log, stderr=log, env=os.environ | own)
 
     def gauge(self, name: str) -> float:
         """The sum of a metric's series."""
