@@ -9,8 +9,8 @@ import pytest
 
 from tests.clients.samples import Sample
 from tests.e2e.conftest import fresh_keys
-from tests.e2e.scripted import ScriptedWorkerProcess
 from tests.e2e.workers import Queue
+from tests.faults.scripted import ScriptedWorker
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 FOLDER = Path(__file__).parents[2] / "docs" / "clients"
@@ -58,11 +58,9 @@ def queue(valkey_url: str) -> Iterator[Queue]:
 @pytest.fixture(scope="session")
 def served(start_server: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Queue]:
     """A queue that a worker of the made-up model serves."""
-    url, queue = start_server("valkey-9.1"), Queue(start_server("valkey-9.1"), fresh_keys())
+    queue = Queue(start_server("valkey-9.1"), fresh_keys())
     model, logs = write_tiny_checkpoint(tmp_path_factory.mktemp("tiny")), tmp_path_factory.mktemp("logs")
-    with ScriptedWorkerProcess(
-        model, start_server("valkey-9.1"), queue.keys.queue, logs, step_ms=10, max_num_seqs=16
-    ) as worker:
+    with ScriptedWorker(model, start_server("valkey-9.1"), queue.keys.queue, logs, step_ms=10) as worker:
         worker.wait_until_ready()
         yield queue
     queue.close()

@@ -17,9 +17,9 @@ from tests.clients.conftest import FOLDER, node
 from tests.clients.samples import Sample, end, opened, token, write
 from tests.e2e.workers import Queue, eventually
 from tests.faults.proxy import Proxy
-from tests.wire.test_rights import CLIENT, selectors
 from worker.client import Client, ReplyLostError
 from worker.streams.keys import TERMINAL_SEQ
+from worker.streams.rights import client_rule, rule_words
 
 # What a shell, CSV, JSON and a terminal could each trip over.
 NASTY = 'a "quoted" \\ back\\\\slash\\" \\x41 \\n $(no) `no` %s & ","\n\ttab\n\nnaïve 日本語 🙂 \x1f\x1b[0m end \n'
@@ -241,7 +241,7 @@ def test_several_choices_are_told_apart(sample: Sample, queue: Queue) -> None:
 def client_url(valkey_url: str, queue: Queue) -> Iterator[str]:
     """The server for somebody who has a client's rights and no more."""
     user = f"client-{queue.keys.queue}"
-    queue.redis.call("ACL", "SETUSER", user, "reset", "on", ">secret", *selectors(CLIENT))
+    queue.redis.call("ACL", "SETUSER", user, "reset", "on", ">secret", *rule_words(client_rule()))
     yield f"redis://{user}:secret@{valkey_url.rpartition('@')[2]}"
     queue.redis.call("ACL", "DELUSER", user)
 

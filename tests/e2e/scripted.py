@@ -1,17 +1,13 @@
-"""Worker processes with a made-up model: they start within a second, and a step takes as long as a test likes."""
+"""Workers with the made-up model that tell of what goes on inside, on machines whose clock may be wrong."""
 
-import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from tests.e2e.workers import WorkerProcess, eventually
+from tests.e2e.workers import eventually
+from tests.faults.scripted import ScriptedWorker
 
-ROOT = Path(__file__).parents[2]
-SCRIPTED_WORKER = ROOT / "tests" / "faults" / "scripted_worker.py"
 # What runs a worker whose own clock is wrong by so many seconds.
 WRONG_CLOCK = (
     "import runpy, sys, time; real, ahead = time.time, float(sys.argv[1]); time.time = lambda: real() + ahead; "
@@ -19,8 +15,8 @@ WRONG_CLOCK = (
 )
 
 
-class ScriptedWorkerProcess(WorkerProcess):
-    """Like its base, but for the model. `clock_s`: so many seconds its machine's clock is ahead."""
+class ScriptedWorkerProcess(ScriptedWorker):
+    """Like its base, with four places. `clock_s`: so many seconds its machine's clock is ahead."""
 
     def __init__(
         self,
@@ -33,18 +29,15 @@ class ScriptedWorkerProcess(WorkerProcess):
         clock_s: float | None = None,
         **settings: Any,
     ) -> None:
-        self._step_ms = step_ms
         self._clock_s = clock_s
-        defaults = {"max_num_seqs": 4, "heartbeat_ms": 100, "metrics_port": 0}
-        super().__init__(model, url, queue, logs, **(defaults | settings))
+        given = {"max_num_seqs": 4, "heartbeat_ms": 100, "metrics_port": 0} | settings
+        super().__init__(model, url, queue, logs, step_ms=step_ms, **given)
 
-    def start(self, settings: dict[str, str], log: IO[bytes]) -> "subprocess.Popen[bytes]":
-        """The process, whose output goes to `log`."""
-        words = [str(SCRIPTED_WORKER), json.dumps(settings)]
-        if self._clock_s is not None:
-            words = ["-c", WRONG_CLOCK, str(self._clock_s), *words]
-        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PAGEMILL_STEP_MS": str(self._step_ms)}
-        return subprocess.Popen([sys.executable, "-P", *words], stdout=log, stderr=log, env=os.environ | own)
+    def command(self, settings: dict[str, str]) -> list[str]:
+        """What starts the process."""
+        _, option, *words = super().command(settings)
+        wrong = [] if self._clock_s is None else ["-c", WRONG_CLOCK, str(self._clock_s)]
+        return [sys.executable, option, *wrong, *words]
 
     def gauge(self, name: str) -> float:
         """The sum of a metric's series."""

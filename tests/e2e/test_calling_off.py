@@ -138,7 +138,7 @@ def test_a_client_that_deletes_its_reply_stops_the_work_or_lets_it_finish(
 ) -> None:
     """While it runs, and while nobody has it."""
     first = start_scripted(on_client_gone=policy, lease_ms=600)
-    length = 200
+    length = 150
     fields = PLAIN | {"max_tokens": length}
 
     def check(job_id: str) -> None:

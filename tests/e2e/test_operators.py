@@ -2,14 +2,13 @@
 
 import json
 import signal
-import subprocess
 from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import StartScripted
 from tests.e2e.scripted import ScriptedWorkerProcess
-from tests.e2e.workers import PAGEMILL, Queue, eventually
+from tests.e2e.workers import Queue, eventually
 
 PLAIN: dict[str, Any] = {"prompt": "abc", "temperature": 0, "ignore_eos": 1}
 # Of the made-up model at 2 ms a step: two seconds and more.
@@ -37,20 +36,14 @@ def is_begun(queue: Queue, job_id: str) -> bool:
     return len(queue.reply(job_id).events) > 1
 
 
-def pagemill(queue: Queue, url: str, *words: str) -> "subprocess.CompletedProcess[str]":
-    command = [str(PAGEMILL), words[0], "--redis-url", url, "--queue", queue.keys.queue, *words[1:]]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-
-
 def test_a_paused_queue_finishes_what_runs_and_begins_nothing(
-    scripted: tuple[ScriptedWorkerProcess, Queue], valkey_url: str
+    scripted: tuple[ScriptedWorkerProcess, Queue],
 ) -> None:
     """What is overdue or called off ends all the same."""
     _, own_queue = scripted
     running = own_queue.enqueue(**LONG)
     eventually(lambda: is_begun(own_queue, running), "tokens to come")
-    paused = pagemill(own_queue, valkey_url, "pause")
-    assert (paused.returncode, paused.stderr) == (0, "")
+    set_config(own_queue, paused="1")
     eventually(lambda: [beat["paused"] for beat in beats(own_queue)] == ["1"], "the registry to show it")
     waiting = own_queue.enqueue(**PLAIN, id="waiting", max_tokens=2)
     overdue = own_queue.enqueue(**PLAIN, ttl_ms=100)
@@ -60,11 +53,9 @@ def test_a_paused_queue_finishes_what_runs_and_begins_nothing(
     assert own_queue.wait(overdue).field("details") == {"where": "queued"}
     assert own_queue.wait(cancelled).terminal["code"] == "cancelled"
     assert own_queue.reply(waiting).events == []
-    assert f"Queue {own_queue.keys.queue} is paused" in pagemill(own_queue, valkey_url, "jobs").stderr
-    assert pagemill(own_queue, valkey_url, "resume").stdout == f"queue {own_queue.keys.queue} goes on\n"
+    set_config(own_queue, paused="0")
     assert own_queue.wait(waiting).terminal["finish"] == "length"
     assert state(own_queue, waiting)["crashes"] == "0"
-    assert pagemill(own_queue, valkey_url, "resume").stdout == f"queue {own_queue.keys.queue} was not paused\n"
     own_queue.assert_settled()
 
 
@@ -83,20 +74,17 @@ def test_a_job_that_a_waiting_read_brings_into_a_paused_queue_is_put_back(
 
 
 def test_a_drained_worker_hands_over_and_ends_with_0_and_no_other_does(
-    start_scripted: StartScripted, own_queue: Queue, valkey_url: str
+    start_scripted: StartScripted, own_queue: Queue
 ) -> None:
     first = start_scripted(shutdown_grace_s=0.2, step_ms=50)
-    unknown = pagemill(own_queue, valkey_url, "drain", "nobody")
-    assert (unknown.returncode, unknown.stdout) == (2, "")
-    assert "has no worker 'nobody': `pagemill workers` lists" in unknown.stderr
-    job_id = own_queue.enqueue(**LONG)
+    job_id = own_queue.enqueue(**LONG | {"max_tokens": 300})
     eventually(lambda: is_begun(own_queue, job_id), "tokens to come")
     first_id = state(own_queue, job_id)["worker"]
     second = start_scripted(step_ms=1)
-    assert pagemill(own_queue, valkey_url, "drain", first_id).returncode == 0
+    set_config(own_queue, **{f"drain__{first_id}": "1"})
     assert first.wait() == 0
     reply = own_queue.wait(job_id)
-    assert len(reply.ids) == LONG["max_tokens"]
+    assert len(reply.ids) == 300
     assert state(own_queue, job_id)["crashes"] == "0"
     assert state(own_queue, job_id)["worker"] != first_id
     assert own_queue.redis.hash(own_queue.keys.config) == {}, "no other worker has this name"

@@ -3,7 +3,7 @@
     python scripted_engine.py FD CONFIG_JSON
 
 What it answers is known without running it: `tests.unit.scheduler.fake_runner.generate`. PAGEMILL_STEP_MS in the
-environment is how long one step takes.
+environment is how long one step takes, PAGEMILL_START_MS how long it says nothing before it stands.
 """
 
 import time

@@ -24,12 +24,23 @@ DEFAULTS: dict[str, Any] = {
 
 
 class ScriptedProcess(WorkerProcess):
-    """Like its base, but for the model. `step_ms` is how long a step takes."""
+    """Like its base, but for the model. `step_ms` is how long a step takes, `start_ms` how long a start at least."""
 
-    def __init__(self, model: Path, url: str, queue: str, logs: Path, *, step_ms: int = 5, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        url: str,
+        queue: str,
+        logs: Path,
+        *,
+        step_ms: int = 5,
+        start_ms: int = 0,
+        **settings: Any,
+    ) -> None:
         self.log_path = logs / f"{queue}-{uuid.uuid4().hex[:6]}.log"
         given = DEFAULTS | {"model": str(model), "redis_url": url, "queue": queue} | settings
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PAGEMILL_STEP_MS": str(step_ms)}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment |= {"PAGEMILL_STEP_MS": str(step_ms), "PAGEMILL_START_MS": str(start_ms)}
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", str(SCRIPTED_WORKER), json.dumps(given)], stdout=log, stderr=log, env=environment

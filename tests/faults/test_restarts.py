@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import fresh_keys
-from tests.e2e.scripted import ScriptedWorkerProcess
 from tests.e2e.workers import Queue, eventually
 from tests.faults.aftermath import read_aftermath, until_settled
 from tests.faults.checker import Promise, check
 from tests.faults.clients import Clients
 from tests.faults.history import History
+from tests.faults.scripted import ScriptedWorker
 from tests.faults.workload import ScriptedOracle, make_jobs
 from worker.streams.connection import Link
 from worker.streams.keys import LANES
@@ -52,18 +52,16 @@ class Crew:
         self._model = model
         self._logs = logs
         self._step_ms = step_ms
-        self.started: list[ScriptedWorkerProcess] = []
+        self.started: list[ScriptedWorker] = []
 
-    def start(self, **settings: Any) -> ScriptedWorkerProcess:
+    def start(self, **settings: Any) -> ScriptedWorker:
         """One more worker, which isn't ready yet."""
         name = self._queue.keys.queue
-        made = ScriptedWorkerProcess(
-            self._model, self._url, name, self._logs, step_ms=self._step_ms, **(SETTINGS | settings)
-        )
+        made = ScriptedWorker(self._model, self._url, name, self._logs, step_ms=self._step_ms, **(SETTINGS | settings))
         self.started.append(made)
         return made
 
-    def is_busy(self, worker: ScriptedWorkerProcess) -> bool:
+    def is_busy(self, worker: ScriptedWorker) -> bool:
         """Whether some entries are pending under a worker's name."""
         worker_id: str = worker.wait_until_ready()["worker_id"]
         pending = [self._queue.redis.pending(self._queue.keys.jobs(lane)).values() for lane in LANES]
@@ -88,7 +86,7 @@ async def with_crew(url: str, queue: Queue, model: Path, logs: Path, *, step_ms:
             await asyncio.to_thread(worker.__exit__, None, None, None)
 
 
-async def ready(*workers: ScriptedWorkerProcess) -> None:
+async def ready(*workers: ScriptedWorker) -> None:
     for worker in workers:
         await asyncio.to_thread(worker.wait_until_ready)
 
@@ -149,7 +147,7 @@ async def test_a_rolling_restart_shows_clients_nothing(
         assert any(is_told(worker, "job_handed_over") for worker in workers), "nobody went on with anything"
 
 
-def is_told(worker: ScriptedWorkerProcess, event: str) -> bool:
+def is_told(worker: ScriptedWorker, event: str) -> bool:
     return event in [told["event"] for told in worker.events()]
 
 
@@ -201,7 +199,7 @@ async def test_of_64_jobs_none_is_lost_when_one_of_two_workers_is_killed_at_any_
         assert crew.crashes(), "nobody held anything when it was killed"
 
 
-async def kill_one(crew: Crew, workers: list[ScriptedWorkerProcess], rng: random.Random) -> None:
+async def kill_one(crew: Crew, workers: list[ScriptedWorker], rng: random.Random) -> None:
     """SIGKILL for one of the workers at a random time, and another one in its place."""
     await asyncio.sleep(rng.uniform(0, 1.0))
     victim = rng.randrange(len(workers))

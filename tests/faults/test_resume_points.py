@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import fresh_keys
-from tests.e2e.scripted import ScriptedWorkerProcess
 from tests.e2e.workers import Queue, Reply
+from tests.faults.scripted import ScriptedWorker
 from tests.wire.resp import Part
 
 CHAT = json.dumps([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}])
@@ -28,8 +28,7 @@ def queue(
 ) -> Iterator[Queue]:
     """A queue that a worker of the made-up model serves, which draws each token from all that come before it."""
     url, queue = start_server("valkey-9.1"), Queue(start_server("valkey-9.1"), fresh_keys())
-    logs, settings = tmp_path_factory.mktemp("logs"), {"step_ms": 3, "max_num_seqs": 16}
-    with ScriptedWorkerProcess(tiny_model, url, queue.keys.queue, logs, **settings) as worker:
+    with ScriptedWorker(tiny_model, url, queue.keys.queue, tmp_path_factory.mktemp("logs"), step_ms=3) as worker:
         worker.wait_until_ready()
         yield queue
     queue.close()

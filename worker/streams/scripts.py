@@ -146,6 +146,11 @@ class Scripts:
         self._consumer = consumer
         self._scripts = {name: _Script(name) for name in SCRIPT_NAMES}
 
+    @property
+    def queue(self) -> str:
+        """The queue's name."""
+        return self._keys.queue
+
     async def _run(self, name: str, keys: Sequence[str], *arguments: Argument) -> Any:
         return await self._scripts[name].run(self._link, keys, arguments)
 
