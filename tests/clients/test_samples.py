@@ -261,7 +261,7 @@ def test_a_clients_rights_are_enough(sample: Sample, queue: Queue, client_url: s
 
 def test_a_clients_rights_are_enough_for_the_one_for_python(queue: Queue, client_url: str) -> None:
     with Client(client_url, queue.keys.queue) as client:
-        job_id = client.submit("hello", ttl_ms=1)
+        job_id = client.submit("hello", ttl_ms=200)
         assert client.status(job_id) is None
         client.cancel(job_id)
         with pytest.raises(ReplyLostError):
