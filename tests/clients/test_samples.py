@@ -271,6 +271,14 @@ def test_a_clients_rights_are_enough_for_the_one_for_python(queue: Queue, client
         assert [event.text for event in client.stream(job_id, after="7-1")] == ["two"]
 
 
+def test_a_login_that_is_refused_is_told_at_once(sample: Sample) -> None:
+    sample.url = f"redis://default:wrong@{sample.url.rpartition('@')[2]}"
+    reading = sample.read("job", RETRY_S="3600")
+    assert reading.end() != 0
+    assert "WRONGPASS" in reading.complaint or "NOAUTH" in reading.complaint
+    assert "wrong@" not in reading.complaint
+
+
 def test_wrong_words_are_told(sample: Sample) -> None:
     reading = sample.begin("stram", "job")
     assert reading.end() != 0
