@@ -76,11 +76,11 @@ def test_a_job_that_a_waiting_read_brings_into_a_paused_queue_is_put_back(
 def test_a_drained_worker_hands_over_and_ends_with_0_and_no_other_does(
     start_scripted: StartScripted, own_queue: Queue
 ) -> None:
-    first = start_scripted(shutdown_grace_s=0.2, step_ms=50)
+    first = start_scripted(shutdown_grace_s=0.2, step_ms=50, lease_ms=1500)
     job_id = own_queue.enqueue(**LONG | {"max_tokens": 300})
     eventually(lambda: is_begun(own_queue, job_id), "tokens to come")
     first_id = state(own_queue, job_id)["worker"]
-    second = start_scripted(step_ms=1)
+    second = start_scripted(step_ms=1, lease_ms=1500)
     set_config(own_queue, **{f"drain__{first_id}": "1"})
     assert first.wait() == 0
     reply = own_queue.wait(job_id)
