@@ -29,6 +29,7 @@ COMMANDS = {
     "pause": "Stop the taking of jobs from a queue; running ones finish.",
     "resume": "Let a paused queue go on.",
     "drain": "Stop one worker, as SIGTERM does.",
+    "acl": "Print the rights that a worker or a client needs on the server.",
     "redis": "Send one raw command to the server and print the answer.",
     "bench": "Measure the engine and its peers on this machine.",
     "simulate": "Run recorded traffic through the scheduler, without a model.",

@@ -17,9 +17,10 @@ from worker.embedded import URL_FILE, is_in_use
 from worker.errors import StartupError
 from worker.settings import Settings, load_settings
 from worker.settings_words import env_name, flag_name
-from worker.streams.address import not_a_url, redacted
+from worker.streams.address import not_a_url, parse_address, redacted
 from worker.streams.connection import Argument, Link
 from worker.streams.errors import ServerError, StreamsError
+from worker.streams.route import node_url
 
 Answer = TypeVar("Answer")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -131,6 +132,14 @@ def run_on_link(url: str, work: Callable[[Link], Awaitable[Answer]], queue: str 
             await link.close()
 
     return asyncio.run(run())
+
+
+def direct_url(url: str, queue: str | None) -> str:
+    """The URL of the one server that has the queue now. Raises StartupError where it can't be found."""
+    try:
+        return asyncio.run(node_url(parse_address(url), queue))
+    except StreamsError as error:
+        raise StartupError(f"{redacted(url)}: {error}") from error
 
 
 @contextmanager

@@ -21,6 +21,10 @@ class Choices:
         self._is_beam_search = self.generations[0].sampling.is_beam_search
         # What a beam search has found, the best first; its choices are those.
         self.hypotheses: tuple[Hypothesis, ...] = ()
+        self.rename(seq_id)
+
+    def rename(self, seq_id: str) -> None:
+        """Go by another name in the engine from now on: what it still brings under the former one is not meant."""
         is_single = len(self.generations) == 1 or self._is_beam_search
         self._family = "" if is_single else seq_id
         self.seq_ids = (seq_id,) if is_single else tuple(f"{seq_id}#{index}" for index in range(len(self.generations)))

@@ -76,6 +76,8 @@ class Engine:
         self._clock = clock
         # Each lives as long as a member.
         self._families: WeakValueDictionary[str, Family] = WeakValueDictionary()
+        # Told whom a step computes, just before it does: should it end this process, they are the suspects.
+        self.on_begin: Callable[[tuple[str, ...]], None] = lambda seq_ids: None
 
     @property
     def has_work(self) -> bool:
@@ -113,6 +115,7 @@ class Engine:
         """Compute one step; answer the new tokens and the ends of sequences."""
         started = self._clock()
         output = self.scheduler.schedule(started)
+        self.on_begin(output.chunks.seq_ids)
         result = self.runner.execute(output)
         outputs = self.scheduler.update(output, result, self._clock())
         self._check_invariants()

@@ -17,9 +17,11 @@ import structlog
 
 from worker.engine import EngineRequest
 from worker.engine_config import EngineConfig, EngineInfo
+from worker.engine_end import EngineEnd, describe_end, num_oom_kills
 from worker.engine_messages import (
     Abort,
     Add,
+    Begins,
     Close,
     Command,
     Died,
@@ -32,19 +34,27 @@ from worker.engine_messages import (
     pack_command,
     unpack_event,
 )
+from worker.engine_pipe import EnginePipe
 from worker.errors import PagemillError, StartupError
 
 log = structlog.get_logger(__name__)
 
 ProgressCallback = Callable[[str, int, int], None]
-READ_BYTES = 1 << 18
 # What runs an engine process, without its two arguments.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "worker.engine_process")
 CLOSE_GRACE_S = 5.0
 
 
 class EngineDiedError(PagemillError):
-    """The engine ended by itself: killed, out of memory, or an error of its own."""
+    """The engine ended by itself: killed, out of memory, or an error of its own.
+
+    `seq_ids` are the sequences that it last said it takes in or computes.
+    """
+
+    def __init__(self, message: str, end: EngineEnd = EngineEnd.ERROR, seq_ids: frozenset[str] = frozenset()) -> None:
+        super().__init__(message)
+        self.end = end
+        self.seq_ids = seq_ids
 
 
 class EngineClient(Protocol):
@@ -64,6 +74,13 @@ class EngineClient(Protocol):
 
     async def next_report(self) -> StepReport:
         """Wait for the next step. Raises EngineDiedError."""
+        ...
+
+    def kill(self) -> bool:
+        """End the engine at once, whatever it does: whoever waits for it hears of its death.
+
+        False: it can't be ended, as it is a thread.
+        """
         ...
 
     async def close(self) -> None:
@@ -88,9 +105,10 @@ class ProcessEngine:
         self._progress = progress
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._pipe: EnginePipe | None = None
         self._unpacker = msgpack.Unpacker()
+        self._computing: frozenset[str] = frozenset()
+        self._num_oom_kills = 0
 
     @property
     def pid(self) -> int | None:
@@ -101,11 +119,12 @@ class ProcessEngine:
         """Start the process and wait until its engine stands. Raises StartupError; EngineDiedError if it is killed."""
         ours, theirs = socket.socketpair()
         arguments = [str(theirs.fileno()), json.dumps(dataclasses.asdict(self._config))]
+        self._num_oom_kills = num_oom_kills()
         self._process = await asyncio.to_thread(
             subprocess.Popen, [*self._command, *arguments], pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
         )
         theirs.close()
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._pipe = await EnginePipe.connect(ours)
         try:
             return await _until_ready(self._next_event, self._progress)
         except BaseException:
@@ -122,8 +141,8 @@ class ProcessEngine:
 
     def _send(self, command: Command) -> None:
         # A dead engine is told by `next_report`; what was sent to it is queued again for its successor.
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(pack_command(command))
+        if self._pipe is not None:
+            self._pipe.write(pack_command(command))
 
     async def next_report(self) -> StepReport:
         """Wait for the next step. Raises EngineDiedError."""
@@ -131,47 +150,48 @@ class ProcessEngine:
             event = await self._next_event()
             if isinstance(event, StepReport):
                 return event
+            if isinstance(event, Begins):
+                self._computing = frozenset(event.seq_ids)
             if isinstance(event, Notice):
                 log.warning("engine_notice", message=event.message)
             if isinstance(event, Died):
-                raise EngineDiedError(event.message)
+                raise EngineDiedError(event.message, seq_ids=self._computing)
 
     async def _next_event(self) -> Event:
-        if self._reader is None:
-            raise EngineDiedError("the engine process isn't running")
+        if self._pipe is None:
+            raise EngineDiedError("the engine process isn't running", EngineEnd.CLOSED)
         while True:
             for message in self._unpacker:
                 return unpack_event(message)
-            try:
-                data = await self._reader.read(READ_BYTES)
-            except ConnectionError:
-                data = b""
+            data = await self._pipe.read()
             if not data:
-                raise EngineDiedError(await self._describe_end())
+                raise await self._death()
             self._unpacker.feed(data)
 
-    async def _describe_end(self) -> str:
+    async def _death(self) -> EngineDiedError:
         code = await self._wait(CLOSE_GRACE_S)
-        if code is None:
-            return "the engine process closed its pipe"
-        if code < 0:
-            return f"the engine process was ended by signal {-code}"
-        return f"the engine process ended with exit code {code}"
+        end, words = describe_end(code, has_oom_kill=num_oom_kills() > self._num_oom_kills)
+        return EngineDiedError(words, end, self._computing)
+
+    def kill(self) -> bool:
+        """SIGKILL. Its pipe is closed too, since a process that the kernel holds does not end by it."""
+        if self._process is None or self._pipe is None:
+            return False
+        self._process.kill()
+        self._pipe.abort()
+        return True
 
     async def close(self) -> None:
         """End the process: ask, then wait, then kill."""
         if self._process is None:
             return
         self._send(Close())
-        if self._writer is not None:
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                async with asyncio.timeout(CLOSE_GRACE_S):
-                    await self._writer.drain()
-            self._writer.close()  # the end of the stream ends the process even in the middle of a step
+        if self._pipe is not None:
+            await self._pipe.close(CLOSE_GRACE_S)  # its end ends the process even in the middle of a step
         if await self._wait(CLOSE_GRACE_S) is None:
             self._process.kill()
             await self._wait(CLOSE_GRACE_S)
-        self._process = self._reader = self._writer = None
+        self._process = self._pipe = None
 
     async def _wait(self, timeout_s: float) -> int | None:
         process = self._process
@@ -191,6 +211,7 @@ class InProcessEngine:
         self._progress = progress
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._computing: frozenset[str] = frozenset()
         self._thread: threading.Thread | None = None
 
     async def start(self) -> EngineInfo:
@@ -232,8 +253,14 @@ class InProcessEngine:
             event = await self._events.get()
             if isinstance(event, StepReport):
                 return event
+            if isinstance(event, Begins):
+                self._computing = frozenset(event.seq_ids)
             if isinstance(event, Died):
-                raise EngineDiedError(event.message)
+                raise EngineDiedError(event.message, seq_ids=self._computing)
+
+    def kill(self) -> bool:
+        """A thread can't be ended."""
+        return False
 
     async def close(self) -> None:
         """Stop the thread after the step that runs."""

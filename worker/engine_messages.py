@@ -2,7 +2,7 @@
 
 To the engine:    ["add", request]  ["abort", seq_id]  ["close"]
 From the engine:  ["progress", stage, done, total]  ["notice", message]  ["ready", info]  ["refused", message]
-                  ["step", step, outputs, stats, [steps, step_s, forward_s]]  ["died", message]
+                  ["begins", seq_ids]  ["step", step, outputs, stats, [steps, step_s, forward_s]]  ["died", message]
 """
 
 from collections.abc import Sequence as SequenceABC
@@ -67,6 +67,13 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Begins:
+    """The engine is about to take these sequences in, or to compute them; told where they are others than before."""
+
+    seq_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """What one step brought. `step_s` and `forward_s` in `times` are totals since the start."""
 
@@ -83,7 +90,7 @@ class Died:
 
 
 Command = Add | Abort | Close
-Event = Progress | Notice | Ready | Refused | StepReport | Died
+Event = Progress | Notice | Ready | Refused | Begins | StepReport | Died
 
 
 def pack_command(command: Command) -> bytes:
@@ -112,19 +119,31 @@ def unpack_command(message: SequenceABC[Any]) -> Command:
 
 def pack_event(event: Event) -> bytes:
     """An event as bytes for the pipe."""
+    message: list[Any]
     match event:
         case Progress(stage, done, total):
-            return _pack(["progress", stage, done, total])
-        case Notice(message):
-            return _pack(["notice", message])
+            message = ["progress", stage, done, total]
+        case Notice(text):
+            message = ["notice", text]
         case Ready(info):
-            return _pack(["ready", astuple(info)])
-        case Refused(message):
-            return _pack(["refused", message])
+            message = ["ready", astuple(info)]
+        case Refused(text):
+            message = ["refused", text]
+        case Begins(seq_ids):
+            message = ["begins", seq_ids]
         case StepReport(outputs, stats, times):
-            return _pack(["step", [_pack_output(output) for output in outputs], astuple(stats), astuple(times)])
-        case Died(message):
-            return _pack(["died", message])
+            message = ["step", [_pack_output(output) for output in outputs], astuple(stats), astuple(times)]
+        case Died(text):
+            message = ["died", text]
+    return _pack(message)
+
+
+# Events of nothing but a line of text.
+_TEXT_EVENTS: dict[str, type[Notice] | type[Refused] | type[Died]] = {
+    "notice": Notice,
+    "refused": Refused,
+    "died": Died,
+}
 
 
 def unpack_event(message: SequenceABC[Any]) -> Event:
@@ -136,15 +155,13 @@ def unpack_event(message: SequenceABC[Any]) -> Event:
             SchedulerStats(*message[2]),
             StepTimes(*message[3]),
         )
+    if kind == "begins":
+        return Begins(tuple(message[1]))
     if kind == "progress":
         return Progress(*message[1:])
-    if kind == "notice":
-        return Notice(message[1])
     if kind == "ready":
         return Ready(EngineInfo(*message[1]))
-    if kind == "refused":
-        return Refused(message[1])
-    return Died(message[1])
+    return _TEXT_EVENTS[kind](message[1])
 
 
 def _pack_output(output: SequenceOutput) -> list[Any]:

@@ -27,6 +27,7 @@ from worker.engine_config import EngineConfig, EngineInfo
 from worker.engine_messages import (
     Abort,
     Add,
+    Begins,
     Close,
     Command,
     Died,
@@ -58,23 +59,38 @@ class EngineLoop:
         self._engine = engine
         self._commands = commands
         self._emit = emit
+        self._told: frozenset[str] = frozenset()
+        engine.on_begin = self._tell
 
     def run(self) -> None:
         """Serve until a Close command. Blocks on the queue while there is nothing to compute: no polling."""
         while True:
             outputs: list[SequenceOutput] = []
-            try:
-                command = self._commands.get(block=not self._engine.has_work)
-                while True:
-                    if isinstance(command, Close):
-                        return
-                    self._apply(command, outputs)
-                    command = self._commands.get_nowait()
-            except Empty:
-                pass
+            commands = self._take_commands()
+            if any(isinstance(command, Close) for command in commands):
+                return
+            self._tell(tuple(command.request.seq_id for command in commands if isinstance(command, Add)))
+            for command in commands:
+                self._apply(command, outputs)
             if self._engine.has_work:
                 outputs.extend(self._engine.step())
             self._emit(StepReport(tuple(outputs), self._engine.stats(), self._engine.times))
+
+    def _take_commands(self) -> list[Command]:
+        """All that wait; without work, at least one."""
+        commands: list[Command] = []
+        with contextlib.suppress(Empty):
+            commands.append(self._commands.get(block=not self._engine.has_work))
+            while True:
+                commands.append(self._commands.get_nowait())
+        return commands
+
+    def _tell(self, seq_ids: tuple[str, ...]) -> None:
+        """Say whom the engine touches next, where they are others than before: what kills it is one of them."""
+        now = frozenset(seq_ids)
+        if now and now != self._told:
+            self._told = now
+            self._emit(Begins(seq_ids))
 
     def _apply(self, command: Command, outputs: list[SequenceOutput]) -> None:
         if isinstance(command, Abort):

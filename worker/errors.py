@@ -106,3 +106,13 @@ def rate_limited(tenant: str, limit: str, retry_after_ms: int) -> JobError:
 
 def _seconds(milliseconds: int) -> str:
     return f"{milliseconds / 1000:g} s" if milliseconds < 10_000 else f"{milliseconds / 1000:.0f} s"
+
+
+def poison(crashes: int, solo: int) -> JobError:
+    """The error of a job that ends whatever computes it."""
+    return JobError(
+        ErrorCode.POISON,
+        f"the engine or its worker died {crashes} times with this job, {solo} times in a row while it ran alone: don't "
+        "send it again as it is; `pagemill dead` shows what it asks for, and the worker's log what its end looked like",
+        {"crashes": crashes, "solo": solo},
+    )

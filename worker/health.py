@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
+from worker.engine_gate import EngineGate
 from worker.engine_supervisor import EngineSupervisor
 from worker.http_status import Health
 from worker.liveness import Liveness
@@ -19,6 +20,7 @@ class WorkerHealth:
         settings: Settings,
         engine: EngineSupervisor,
         queues: Sequence[ServedQueue],
+        gate: EngineGate,
         liveness: Liveness,
         *,
         is_stopping: Callable[[], bool],
@@ -26,6 +28,7 @@ class WorkerHealth:
         self._settings = settings
         self._engine = engine
         self._queues = queues
+        self._gate = gate
         self._liveness = liveness
         self._is_stopping = is_stopping
         self._version = version("pagemill")
@@ -65,6 +68,7 @@ class WorkerHealth:
             "running": 0 if stats is None else stats.num_running,
             "waiting": 0 if stats is None else stats.num_waiting,
             "kv_use": 0.0 if stats is None else round(used / stats.num_blocks, 4),
+            "suspects": self._gate.num_suspects,
             "draining": int(self._is_stopping()),
             "paused": int(queue.is_paused),
             "started": self.started_ms,

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 
 import structlog
@@ -11,20 +11,19 @@ from model.errors import ModelError
 from model.tokenizer import Tokenizer
 from scheduler.beam_intake import why_no_room
 from worker.choices import Choices
-from worker.engine import EngineRequest
+from worker.dead_letters import keep_dead_letter
 from worker.engine_config import EngineInfo
-from worker.errors import ErrorCode, JobError, cancelled, deadline_exceeded, overloaded, rate_limited
+from worker.errors import ErrorCode, JobError, cancelled, deadline_exceeded, overloaded, poison, rate_limited
 from worker.generation import Generation
 from worker.job import Job, JobTimes, WorkerNames
 from worker.job_table import JobTable
 from worker.protocol import GenerateRequest, JobEnvelope, parse_envelope, parse_request
+from worker.quarantine import Marks
 from worker.queue_links import QueueLinks
 from worker.streams.admission import Refusal
-from worker.streams.errors import ServerError
 from worker.streams.leases import Entry
 from worker.streams.outcomes import fetch_prompt, persist
 from worker.streams.recovery import Recovered
-from worker.streams.registry import add_dead_letter
 from worker.streams.reply_writer import ReplyWriter
 from worker.streams.scripts import OpenResult, OpenStatus
 
@@ -54,14 +53,17 @@ class Intake:
         table: JobTable,
         served: ServedModel,
         *,
-        add_to_engine: Callable[[EngineRequest], None],
+        wait_turn: Callable[[Job], Awaitable[bool]],
+        enter_engine: Callable[[Job], None],
         on_closed: Callable[[ReplyWriter], None],
         max_wait_s: float,
     ) -> None:
+        """`enter_engine` takes a job that is understood; `wait_turn` waits until a suspect may be looked at at all."""
         self._links = links
         self._table = table
         self._served = served
-        self._add_to_engine = add_to_engine
+        self._wait_turn = wait_turn
+        self._enter_engine = enter_engine
         self._on_closed = on_closed
         self._max_wait_s = max_wait_s
 
@@ -110,13 +112,13 @@ class Intake:
             case OpenStatus.DUPLICATE:
                 await self._links.outcomes.drop(entry)
             case OpenStatus.CONFLICT:
-                await self._dead_letter(entry, ErrorCode.ID_CONFLICT)
+                await self._keep_dead_letter(entry, ErrorCode.ID_CONFLICT)
                 await self._links.outcomes.drop(entry)
             case OpenStatus.BLOCKED:
                 # Somebody put something under one of the job's keys: nothing can be written there.
                 advice = "delete that key, and send the job again with an id that nobody can guess"
                 log.error("job_unanswerable", lane=entry.lane, entry_id=entry.entry_id, key=result.key, advice=advice)
-                await self._dead_letter(entry, ErrorCode.BAD_REQUEST)
+                await self._keep_dead_letter(entry, ErrorCode.BAD_REQUEST)
                 await self._links.outcomes.drop(entry)
             case _:
                 self._links.leases.release(entry.key)
@@ -133,6 +135,7 @@ class Intake:
         enqueued_ms = min(now_ms, int(entry.entry_id.partition("-")[0]))
         times = JobTimes(enqueued_ms=enqueued_ms, opened_ms=now_ms)
         job = Job(entry, envelope, writer, times, queue=self._links.keys.queue)
+        job.crashes, job.solo = result.crashes, result.solo
         self._table.add(job)
         log.debug("job_opened", attempt=writer.attempt, covered=result.covered, queue_ms=now_ms - enqueued_ms)
         try:
@@ -156,6 +159,8 @@ class Intake:
         if entry.must_end is ErrorCode.OVERLOADED:
             depth, max_depth = self._links.oldest.depths[entry.lane], self._links.oldest.max_depth
             raise overloaded(depth, max_depth, self._links.oldest.rate.ms_to_serve(depth))
+        if Marks(result.crashes, result.solo).is_poison:
+            raise poison(result.crashes, result.solo)
         if entry.deliveries > MAX_DELIVERIES:
             raise JobError(
                 ErrorCode.POISON,
@@ -164,7 +169,12 @@ class Intake:
             )
 
     async def _start(self, job: Job, result: OpenResult) -> None:
-        """Understand the job and give it to the engine. Raises JobError, ModelError or StreamsError."""
+        """Understand the job and give it to the engine. Raises JobError, ModelError or StreamsError.
+
+        What is there to be understood may be what kills: a suspect's turn begins before that.
+        """
+        if job.crashes and not await self._wait_turn(job):
+            return
         request = await self._request_of(job)
         job.request = request
         served = self._served
@@ -207,9 +217,7 @@ class Intake:
         for index, generation in enumerate(choices.generations):
             if text := generation.take_text():
                 job.writer.token((), text, index)
-        self._table.enter_engine(job)
-        for engine_request in job.engine_requests(self._links.clock.now_ms()):
-            self._add_to_engine(engine_request)
+        self._enter_engine(job)
 
     async def _request_of(self, job: Job) -> GenerateRequest:
         limits, envelope = self._links.limits, job.envelope
@@ -235,22 +243,11 @@ class Intake:
         log.info("job_refused", code=str(error.code))
         is_reply_unknown = job.envelope.is_id_malformed or b"id" not in job.entry.fields
         if error.code is ErrorCode.POISON or (error.code is ErrorCode.BAD_REQUEST and is_reply_unknown):
-            job.has_dead_letter = await self._dead_letter(job.entry, error.code)
+            job.has_dead_letter = await self._keep_dead_letter(job.entry, error.code, job.envelope.id)
         job.fail(error, self._links.clock.now_ms())
 
-    async def _dead_letter(self, entry: Entry, code: ErrorCode) -> bool:
-        """Whether a dead letter of the entry is kept: not where its stream's key holds something else."""
-        links = self._links
-        try:
-            await persist(
-                lambda: add_dead_letter(links.commands, links.keys, entry, error=str(code)), cap_s=self._max_wait_s
-            )
-        except ServerError as error:
-            if not error.is_wrong_type:
-                raise
-            log.error("dead_letter_lost", key=links.keys.dead, lane=entry.lane, entry_id=entry.entry_id, code=str(code))
-            return False
-        return True
+    async def _keep_dead_letter(self, entry: Entry, code: ErrorCode, opened_id: str | None = None) -> bool:
+        return await keep_dead_letter(self._links, entry, code, max_wait_s=self._max_wait_s, opened_id=opened_id)
 
 
 def prompt_ids_of(request: GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...]:

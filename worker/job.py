@@ -55,7 +55,11 @@ class Job:
         self.seed = 0
         self.num_replayed = 0
         self.num_attempts = 1
-        self.num_engine_deaths = 0
+        # Engines and workers that died with it, and those in a row that it was alone in.
+        self.crashes = 0
+        self.solo = 0
+        # How often it was set aside while another ran alone.
+        self.num_set_aside = 0
         self.has_dead_letter = False
         self.is_over = False
         self.outcome = ""

@@ -105,8 +105,8 @@ class JobTaking:
             self._start_reads(time.monotonic())
             await self._until_something_happens()
             self._take_in()
-        if self._reads:
-            await asyncio.wait(self._reads, timeout=BLOCK_MS / 1000 + PATIENCE_S)
+        if reads := [task for task, reader in self._reads.items() if reader.doing is not Read.BACKOFF]:
+            await asyncio.wait(reads, timeout=BLOCK_MS / 1000 + PATIENCE_S)
         self._take_in()
 
     # Which queue is read, and how.

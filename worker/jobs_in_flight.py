@@ -4,7 +4,8 @@ ended         its terminal event is written     ─► settle
 abandoned     its reply was deleted by the client ─► settle, nothing to write; or first run to the end, by policy
 fenced, lost  another worker has it             ─► forget: nothing is written, nothing settled
 orphaned      its entry, group or lane is gone  ─► it goes on here, since nobody else can be given it
-handed over   this worker stops                 ─► a peer goes on after the last event
+handed over   this worker stops, or its engine hung ─► a peer goes on after the last event
+poison        it kills whatever computes it     ─► a dead letter, an error event, settle
 """
 
 import asyncio
@@ -12,13 +13,17 @@ from collections.abc import Callable
 
 import structlog
 
+from worker.dead_letters import keep_dead_letter
+from worker.engine_gate import EngineGate
 from worker.engine_messages import StepReport
 from worker.engine_supervisor import EngineSupervisor
-from worker.errors import ErrorCode, JobError, deadline_exceeded
+from worker.errors import ErrorCode, JobError, deadline_exceeded, poison
 from worker.job import Job, WorkerNames
 from worker.job_table import JobTable
+from worker.quarantine import Marks
 from worker.queue_links import QueueLinks
 from worker.queue_metrics import QueueMetrics
+from worker.streams.errors import ServerError
 from worker.streams.leases import Entry, Loss
 from worker.streams.reply_writer import ReplyStatus, ReplyWriter, compact
 from worker.streams.scripts import SettleStatus
@@ -26,18 +31,22 @@ from worker.trace_recorder import TraceRecorder
 
 log = structlog.get_logger(__name__)
 
-# A job that was in this many engines when they died is taken for the reason.
-MAX_ENGINE_DEATHS = 3
+# Longest wait before a dead letter that Redis did not take is tried again.
+MAX_WAIT_S = 1.0
 
 
 class JobsInFlight:
-    """Owner of open jobs' lives. `on_room` is called whenever a place became free; `recorder` hears of settled jobs."""
+    """Owner of the lives of one queue's open jobs; `gate` is that of the engine, which queues may share.
+
+    `on_room` is called whenever a place became free; `recorder` hears of settled jobs.
+    """
 
     def __init__(
         self,
         table: JobTable,
         links: QueueLinks,
         metrics: QueueMetrics,
+        gate: EngineGate,
         *,
         on_room: Callable[[], None],
         recorder: TraceRecorder | None = None,
@@ -47,6 +56,7 @@ class JobsInFlight:
         self._table = table
         self._links = links
         self._metrics = metrics
+        self._gate = gate
         self._on_room = on_room
         self._recorder = recorder
         self._stops_unheard = stops_unheard
@@ -70,22 +80,9 @@ class JobsInFlight:
             if job.absorb(output, now_ms, self.names) and self.engine is not None:
                 self.engine.abort(output.seq_id)
             if job.is_over:
-                self._leave_engine(job)
-
-    def on_death(self) -> None:
-        """An engine died: a job that was in too many of them is taken for the reason."""
-        for job in self._table.in_engine():
-            job.num_engine_deaths += 1
-            if job.num_engine_deaths >= MAX_ENGINE_DEATHS:
-                deaths = f"the engine died {job.num_engine_deaths} times while it ran this job"
-                self.end(job, JobError(ErrorCode.POISON, f"{deaths}: send it again alone, or leave it"))
-
-    def on_restart(self) -> None:
-        """A new engine: the jobs go on where they were, and those that came meanwhile begin."""
-        for job in self._table.in_engine():
-            for request in job.engine_requests(self._links.clock.now_ms()):
-                if self.engine is not None:
-                    self.engine.add(request)
+                self._gate.leave(job)
+            elif output.new_token_ids:
+                self._gate.on_tokens(job)
 
     def _observe_tokens(self, job: Job, num_tokens: int, now_ms: int) -> None:
         times = job.times
@@ -96,12 +93,65 @@ class JobsInFlight:
         elif times.last_token_ms is not None:
             self._metrics.inter_token((now_ms - times.last_token_ms) / 1000)
 
+    # In the engine and out of it.
+
+    async def wait_turn(self, job: Job) -> bool:
+        """Wait until a suspect may be looked at, alone. False: it ended before that, or the worker stops."""
+        return await self._gate.wait_turn(job, self)
+
+    def enter_engine(self, job: Job) -> None:
+        """The job is understood: it runs as soon as it may."""
+        self._gate.enter(job, self)
+
+    def put_in(self, job: Job) -> None:
+        """Give the engine what is to be generated of the job."""
+        self._table.enter_engine(job)
+        for request in job.engine_requests(self._links.clock.now_ms()):
+            if self.engine is not None:
+                self.engine.add(request)
+
+    def take_out(self, job: Job) -> None:
+        """Have the engine stop whatever it still computes of the job; what it brings of it is not heard."""
+        assert job.choices is not None, f"{job.envelope.id}: no choices yet"
+        for seq_id in job.choices.unfinished_ids:
+            if self.engine is not None:
+                self.engine.abort(seq_id)
+        self._table.leave_engine(job)
+        job.num_set_aside += 1
+        job.choices.rename(f"{job.seq_id}~{job.num_set_aside}")
+
+    def left_dead_engine(self, job: Job) -> None:
+        """The engine that had the job is gone."""
+        self._table.leave_engine(job)
+
+    async def record(self, job: Job, marks: Marks) -> None:
+        """Write the job's marks into its record, if it is still ours."""
+        await self._links.outcomes.blame(job.envelope, crashes=marks.crashes, solo=marks.solo, is_alone=marks.is_alone)
+
+    async def convict(self, job: Job, marks: Marks) -> None:
+        """End the job as poison."""
+        code = ErrorCode.POISON
+        job.has_dead_letter = await keep_dead_letter(
+            self._links, job.entry, code, max_wait_s=MAX_WAIT_S, opened_id=job.envelope.id
+        )
+        log.error("job_is_poison", request_id=job.envelope.id, crashes=marks.crashes, solo=marks.solo)
+        self.end(job, poison(marks.crashes, marks.solo))
+
+    async def let_go(self, job: Job) -> None:
+        """Give the job to a peer, at once; where that fails its lease runs out."""
+        self._links.source.leave_to_peers()
+        try:
+            await self.hand_over(job)
+        except ServerError as error:
+            log.error("hand_over_failed", request_id=job.envelope.id, error=str(error))
+            self._forget(job)
+
     # How jobs end.
 
     def end(self, job: Job, error: JobError) -> None:
         """End a job with an error event, whatever it is doing."""
         if not job.is_over:
-            self._leave_engine(job)
+            self._gate.leave(job)
             job.fail(error, self._links.clock.now_ms())
 
     def on_closed(self, writer: ReplyWriter) -> None:
@@ -112,7 +162,7 @@ class JobsInFlight:
         if writer.status is ReplyStatus.ABANDONED and not (self._stops_unheard or job.is_over):
             log.info("job_goes_on_unheard", request_id=job.envelope.id)
             return
-        self._leave_engine(job)
+        self._gate.leave(job)
         if writer.status is ReplyStatus.FENCED:
             self._forget(job)
             return
@@ -126,7 +176,7 @@ class JobsInFlight:
         if job is None:
             return
         if loss is Loss.LOST:
-            self._leave_engine(job)
+            self._gate.leave(job)
             self._forget(job)
         else:
             self._links.replies.doubt(job.writer)
@@ -174,7 +224,7 @@ class JobsInFlight:
 
         Where its entry is gone no peer can take it, so it ends here with an error.
         """
-        self._leave_engine(job)
+        self._gate.leave(job)
         await self._links.replies.drained(job.writer)
         if job.writer.status is ReplyStatus.ABANDONED:
             self.end(job, JobError(ErrorCode.ABANDONED, "its reply was deleted: a peer can't go on with it"))
@@ -205,12 +255,3 @@ class JobsInFlight:
     def _remove(self, job: Job) -> None:
         self._table.remove(job)
         self._on_room()
-
-    def _leave_engine(self, job: Job) -> None:
-        """Have the engine stop whatever it still computes of the job."""
-        if job.choices is None or self._table.by_seq_id(job.seq_ids[0]) is None:
-            return
-        for seq_id in job.choices.unfinished_ids:
-            if self.engine is not None:
-                self.engine.abort(seq_id)
-        self._table.leave_engine(job)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Info
 
 from scheduler.output import SchedulerStats
+from worker.engine_end import EngineEnd
 from worker.queue_metrics import JobMetrics, QueueMetrics
 
 _BLOCK_STATES = ("used", "cached", "free")
@@ -39,6 +40,14 @@ class WorkerMetrics:
         self._fill = self._gauge("pagemill_kv_fill_ratio", "Filled slots, of all slots in blocks owned by sequences.")
         self._steps = self._counter("pagemill_steps", "Steps of the engine.")
         self._engine_restarts = self._counter("pagemill_engine_restarts", "Engines that had to be started anew.")
+        self._engine_deaths = self._counter(
+            "pagemill_engine_deaths", "Engines that ended under this worker, by what ended them.", "end"
+        )
+        self._crashes = self._counter(
+            "pagemill_job_crashes", "Jobs that an engine was computing when it died, each time counted."
+        )
+        self._suspects = self._gauge("pagemill_jobs_suspect", "Jobs with a crash that run alone, or wait for it.")
+        self._turns = self._counter("pagemill_quarantine_turns", "Times that a suspect began to run alone.")
         self._preemptions = self._counter("pagemill_preemptions", "Preemptions by mode.", "mode")
         self._full_tier = self._counter(
             "pagemill_preemptions_swap_full", "Preemptions that recompute since the swap space was full."
@@ -64,6 +73,8 @@ class WorkerMetrics:
         self._forks = self._counter("pagemill_forks", "Sequences that began in the blocks of another choice.")
         self._copied = self._counter("pagemill_copied_blocks", "Shared blocks copied before they were written to.")
         # So that each series is there from the start: a rate over a series that appears with its first count misses it.
+        for end in EngineEnd:
+            self._engine_deaths.labels(end.value)
         for mode in ("recompute", "swap"):
             self._preemptions.labels(mode)
         for way in ("out", "in"):
@@ -106,6 +117,19 @@ class WorkerMetrics:
         """A new engine: its totals begin at 0."""
         self._engine_restarts.inc()
         self._totals.clear()
+
+    def engine_died(self, end: str, num_crashes: int) -> None:
+        """Count an engine's death, and the jobs that it was computing."""
+        self._engine_deaths.labels(end).inc()
+        self._crashes.inc(num_crashes)
+
+    def turn_began(self) -> None:
+        """Count a suspect that runs alone."""
+        self._turns.inc()
+
+    def set_suspects(self, count: int) -> None:
+        """Jobs that run alone or wait for it, now."""
+        self._suspects.set(count)
 
     def _follow(self, counter: Counter, total: float, *labels: str) -> None:
         """Raise `counter` by what `total` gained since the last snapshot."""

@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from scheduler.output import SequenceStats
+from worker.errors import ErrorCode
 
 # Seconds. From a fast GPU's first token to a long queue; a bucket edge every factor of two to two and a half.
 _LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 600.0)
@@ -51,7 +52,8 @@ class QueueMetrics:
         self._inter_token = metrics.inter_token.labels(queue)
         self._job_time = metrics.job_time.labels(queue)
         # So that each series is there from the start: a rate over a series that appears with its first count misses it.
-        metrics.jobs.labels(queue, "ok")
+        for outcome in ("ok", str(ErrorCode.POISON)):
+            metrics.jobs.labels(queue, outcome)
         for kind in ("prompt", "generated", "cached"):
             metrics.tokens.labels(queue, kind)
 

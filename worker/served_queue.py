@@ -10,6 +10,7 @@ from typing import Any
 
 import structlog
 
+from worker.engine_gate import EngineGate
 from worker.engine_supervisor import EngineSupervisor
 from worker.intake import Intake, ServedModel
 from worker.job import Job
@@ -39,6 +40,7 @@ class ServedQueue:
         worker_id: str,
         parts: Parts,
         metrics: QueueMetrics,
+        gate: EngineGate,
         *,
         model: str,
         recorder: TraceRecorder | None,
@@ -54,6 +56,7 @@ class ServedQueue:
             self.table,
             self.links,
             metrics,
+            gate,
             on_room=on_change,
             recorder=recorder,
             stops_unheard=settings.on_client_gone == "stop",
@@ -76,7 +79,8 @@ class ServedQueue:
             self.links,
             self.table,
             replace(served, model_names=served.model_names | {self.name}),
-            add_to_engine=engine.add,
+            wait_turn=self.jobs.wait_turn,
+            enter_engine=self.jobs.enter_engine,
             on_closed=self.jobs.on_closed,
             max_wait_s=self._max_wait_s,
         )

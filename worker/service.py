@@ -24,6 +24,7 @@ from model.errors import ModelError
 from worker.engine_client import EngineClient, InProcessEngine, ProcessEngine, ProgressCallback
 from worker.engine_config import EngineConfig, EngineInfo
 from worker.engine_feed import EngineFeed
+from worker.engine_gate import EngineGate
 from worker.engine_settings import engine_config
 from worker.engine_supervisor import EngineSupervisor
 from worker.errors import StartupError
@@ -97,25 +98,29 @@ class Service:
         self._metrics = WorkerMetrics(
             worker_id=self._worker_id, queues=settings.queues, model=self._model, version=version("pagemill")
         )
+        self._gate = EngineGate(self._metrics, on_up=self._room.set)
         self._queues = self._make_queues()
-        feed, config = (
-            EngineFeed(self._queues, self._metrics, on_up=self._room.set),
-            engine_config(settings, self._model_path),
-        )
+        feed = EngineFeed(self._queues, self._gate, self._metrics)
+        config = engine_config(settings, self._model_path)
         if make_engine is None:
             make_engine = ProcessEngine if settings.engine_mode == "process" else InProcessEngine
         self._engine = EngineSupervisor(
-            lambda: make_engine(config, progress),
+            lambda told: make_engine(config, told),
             on_report=feed.on_report,
-            on_death=feed.on_death,
-            on_restart=feed.on_restart,
+            on_death=self._gate.on_death,
+            on_restart=self._gate.on_restart,
+            watchdog_s=settings.watchdog_s,
+            progress=progress,
         )
+        self._gate.engine = self._engine
         self._liveness = Liveness(
             settings.watchdog_s,
             has_work=lambda: any(queue.table.num_in_engine for queue in self._queues),
             seconds_since_step=self._engine.seconds_since_step,
         )
-        self._health = WorkerHealth(settings, self._engine, self._queues, self._liveness, is_stopping=self._stop.is_set)
+        self._health = WorkerHealth(
+            settings, self._engine, self._queues, self._gate, self._liveness, is_stopping=self._stop.is_set
+        )
 
     def _make_queues(self) -> list[ServedQueue]:
         settings = self._settings
@@ -128,6 +133,7 @@ class Service:
                 self._worker_id,
                 self._parts,
                 self._metrics.of_queue(queue),
+                self._gate,
                 model=self._model,
                 recorder=recorder,
                 on_change=self._room.set,
@@ -182,7 +188,7 @@ class Service:
                     return
                 await self._take_jobs()
                 grace_s = self._settings.shutdown_grace_s
-                await shut_down(self._queues, grace_s=grace_s, room=self._room, hurry=self._hurry)
+                await shut_down(self._queues, self._gate, grace_s=grace_s, room=self._room, hurry=self._hurry)
             except StreamsError as error:
                 raise StartupError(f"Redis failed while the worker started: {error}") from error
             finally:
@@ -234,6 +240,7 @@ class Service:
             await queue.prepare()
         self._health.started_ms = self._queues[0].links.clock.now_ms()
         self._parts.spawn("engine", self._engine.follow())
+        self._parts.spawn("gate", self._gate.run())
         self._parts.spawn("liveness", self._liveness.run())
         held = [(queue.links.leases, queue.links.leasing) for queue in self._queues]
         self._parts.spawn("leases", LeaseKeeper(held, self._liveness.is_well).run())

@@ -23,9 +23,9 @@ const ANSWER_MS = 10_000;
 const READ_COUNT = 256;
 // A cancel mark lives as long as a job may wait in the queue.
 const CANCEL_TTL_S = 86_400;
-// Errors of a server that may answer later, and of one that is a primary no longer.
-const PASSING = new Set(["OOM", "LOADING", "BUSY", "TRYAGAIN", "CLUSTERDOWN", "NOREPLICAS", "MISCONF"]);
-const WRONG_SERVER = new Set(["READONLY", "MASTERDOWN", "UNBLOCKED"]);
+// Errors of a server that may answer later, and of one that isn't, or is no longer, the one to ask.
+const PASSING = new Set(["OOM", "LOADING", "BUSY", "TRYAGAIN", "ASK", "CLUSTERDOWN", "NOREPLICAS", "MISCONF"]);
+const WRONG_SERVER = new Set(["READONLY", "MASTERDOWN", "UNBLOCKED", "MOVED"]);
 
 /** What a client throws. `code` is the wire's error code, or one of reply_lost, reply_broken, connection_lost and
  *  the first word of a server's error; `retryable`: the same job may succeed when it is sent again. */
@@ -86,6 +86,7 @@ export class Client {
   #url;
   #queue;
   #retryMs;
+  #movedTo = null;
   #connection = null; // a promise, so that calls at the same time share it
 
   constructor(url, queue, { retryMs = 30_000 } = {}) {
@@ -95,8 +96,8 @@ export class Client {
     this.#retryMs = retryMs;
   }
 
-  /** Puts a job on the queue and answers its id. A string is completed as it stands, an array is chat messages.
-   *  `fields` are the job's others: max_tokens, temperature, n, ttl_ms, ... */
+  /** Puts a job on the queue and answers its id. A string is completed as it stands, an array is chat messages; null:
+   *  the fields say it. `fields` are the job's others: max_tokens, temperature, n, ttl_ms, ... */
   async submit(prompt, { id = randomBytes(12).toString("hex"), lane = "normal", ...fields } = {}) {
     if (!LANES.includes(lane)) throw new PagemillError("bad_request", `there is no lane ${lane}`);
     const job = { id: checkedId(id), [typeof prompt === "string" ? "prompt" : "messages"]: prompt, ...fields };
@@ -149,7 +150,7 @@ export class Client {
       for (;;) {
         let answer;
         try {
-          connection ??= await Connection.open(this.#url);
+          connection ??= await this.#open();
           // A new connection may lead to a server that has forgotten what was read.
           if (isInDoubt && last !== START) {
             const [entry] = await connection.call(["XRANGE", key, last, last, "COUNT", 1]);
@@ -169,6 +170,7 @@ export class Client {
           connection?.close();
           connection = null;
           isInDoubt = true;
+          this.#follow(error);
           await patience.wait(error);
           continue;
         }
@@ -210,7 +212,7 @@ export class Client {
   async #call(words) {
     const patience = new Patience(this.#retryMs);
     for (;;) {
-      const opening = (this.#connection ??= Connection.open(this.#url));
+      const opening = (this.#connection ??= this.#open());
       let connection = null;
       try {
         connection = await opening;
@@ -218,9 +220,25 @@ export class Client {
       } catch (error) {
         const isOver = connection === null || error.code === "connection_lost" || WRONG_SERVER.has(error.code);
         if (isOver && this.#connection === opening) this.close();
+        this.#follow(error);
         await patience.wait(error);
       }
     }
+  }
+
+  #open() {
+    return Connection.open(this.#movedTo ?? this.#url);
+  }
+
+  /** Of a Cluster any node may be named: it says which one has the queue. Where that is gone, the first is asked again. */
+  #follow(error) {
+    if (error.code === "connection_lost") this.#movedTo = null;
+    if (error.code !== "MOVED") return;
+    const [, host, port] = /^MOVED \d+ (.*):(\d+)$/.exec(error.message);
+    const url = new URL(this.#url);
+    if (host) url.hostname = host.includes(":") ? `[${host}]` : host;
+    url.port = port;
+    this.#movedTo = url.href;
   }
 
   async #record(id) {
@@ -274,7 +292,8 @@ class Connection {
     try {
       const user = username ? [decodeURIComponent(username)] : [];
       if (password) await connection.call(["AUTH", ...user, decodeURIComponent(password)]);
-      if (pathname.length > 1) await connection.call(["SELECT", pathname.slice(1)]);
+      // Database 0 is where one is; a client's rights may not include SELECT.
+      if (!/^\/?0*$/.test(pathname)) await connection.call(["SELECT", pathname.slice(1)]);
     } catch (error) {
       connection.close();
       throw error;
@@ -415,7 +434,7 @@ async function main([command, queue, subject, ...rest]) {
   const { REDIS_URL = "redis://localhost:6379", RETRY_S = "30" } = process.env;
   const client = new Client(REDIS_URL, queue ?? "", { retryMs: 1000 * Number(RETRY_S) });
   try {
-    if (command === "submit") console.log(await client.submit(subject, Object.fromEntries(pairs(rest))));
+    if (command === "submit") console.log(await client.submit(subject || null, Object.fromEntries(pairs(rest))));
     else if (command === "status") console.log((await client.status(subject)) ?? "unknown");
     else if (command === "cancel") await client.cancel(subject);
     else if (command === "stream") await show(client, subject, rest[0]);

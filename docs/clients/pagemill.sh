@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A client of Pagemill out of bash and redis-cli. docs/clients/bash.md says how it behaves.
 #
-#   pagemill.sh submit QUEUE PROMPT [NAME VALUE]...   puts a job on the queue, prints its id
+#   pagemill.sh submit QUEUE PROMPT [NAME VALUE]...   puts a job on the queue, prints its id; '' is no prompt
 #   pagemill.sh stream QUEUE ID [LAST_ID]             prints the reply as it comes, from behind LAST_ID on
 #   pagemill.sh status QUEUE ID                       queued, running, done, an error's code, or unknown
 #   pagemill.sh cancel QUEUE ID [REASON]              asks for an end, wherever the job is
@@ -17,24 +17,35 @@ set -u
 
 separator=$'\x1f'
 is_in_doubt=
+url=$REDIS_URL
 
 # One command. `answer` is what the server said as CSV, which is one line with all else escaped. Lost connections are
 # waited out: every command here may be sent twice.
 ask() {
   local began=$SECONDS
   while true; do
-    if answer=$("$REDIS_CLI" --no-auth-warning -u "$REDIS_URL" --csv "$@" 2>/dev/null </dev/null); then
+    if answer=$("$REDIS_CLI" --no-auth-warning -u "$url" --csv "$@" 2>/dev/null </dev/null); then
       case $answer in
+        ERROR,\"MOVED*) follow "${answer##* }" ;;
         ERROR,\"OOM* | ERROR,\"LOADING* | ERROR,\"BUSY* | ERROR,\"READONLY* | ERROR,\"MASTERDOWN* | \
-          ERROR,\"CLUSTERDOWN* | ERROR,\"TRYAGAIN* | ERROR,\"NOREPLICAS* | ERROR,\"MISCONF* | ERROR,\"UNBLOCKED*) ;;
+          ERROR,\"ASK* | ERROR,\"CLUSTERDOWN* | ERROR,\"TRYAGAIN* | ERROR,\"NOREPLICAS* | ERROR,\"MISCONF* | ERROR,\"UNBLOCKED*) ;;
         ERROR,*) give_up 2 "$answer" ;;
         *) return ;;
       esac
+    else
+      url=$REDIS_URL
     fi
     is_in_doubt=1
     ((SECONDS - began < RETRY_S)) || give_up 2 "${answer:-connection_lost: no answer from REDIS_URL for $RETRY_S s}"
     sleep 0.3
   done
+}
+
+# Of a Cluster any node may be named: it says which one has the queue. Where that is gone, the first is asked again.
+follow() {
+  local scheme=${REDIS_URL%%://*} place=${REDIS_URL#*://} login=''
+  [[ $place != *@* ]] || login=${place%@*}@
+  url=$scheme://$login${1%\"}
 }
 
 give_up() {
@@ -193,7 +204,7 @@ case ${1-}-$# in
     queue=$2 prompt=$3 lane=${LANE:-normal} id=${JOB_ID:-$(od -An -N12 -tx1 /dev/urandom | tr -d ' \n')}
     shift 3
     # Where the answer is lost it is sent again under the same id, which runs once.
-    ask XADD "pagemill:{$queue}:jobs:$lane" '*' id "$id" prompt "$prompt" "$@"
+    ask XADD "pagemill:{$queue}:jobs:$lane" '*' id "$id" ${prompt:+prompt "$prompt"} "$@"
     echo "$id"
     ;;
   stream-[34])

@@ -49,16 +49,16 @@ class Sizes:
     """How much is measured."""
 
     num_pickups: int
-    num_tokens: int
+    streaming_s: float
     num_rounds: int
     num_jobs: int
     num_in_flight: int
     lease_ms: int
 
 
-FULL: Final = Sizes(300, 400, 500, 10_000, 50, GAP_LEASE_MS)
+FULL: Final = Sizes(300, 8.0, 500, 10_000, 50, GAP_LEASE_MS)
 # To see that everything works; its figures mean little.
-QUICK: Final = Sizes(5, 50, 5, 40, 4, 600)
+QUICK: Final = Sizes(5, 0.5, 5, 40, 4, 600)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def command(
     preset = QUICK if quick else FULL
     sizes = Sizes(
         preset.num_pickups,
-        preset.num_tokens,
+        preset.streaming_s,
         preset.num_rounds,
         jobs or preset.num_jobs,
         in_flight or preset.num_in_flight,
@@ -135,7 +135,7 @@ def run_bench(model: Path, sizes: Sizes) -> dict[str, Any]:
         say("picking up")
         pickup_ms = measure_pickup(place, sizes.num_pickups)
         say("streaming")
-        streaming = measure_streaming(place, sizes.num_tokens)
+        streaming = measure_streaming(place, sizes.streaming_s)
         say("renewing")
         renewal_ms = measure_renewal(place, sizes.num_rounds)
         say(f"running {sizes.num_jobs} jobs")

@@ -11,6 +11,7 @@ from typing import Final
 
 from ops.bench.delivery_parts import PATIENCE_S, Client, ScriptedWorker
 from ops.bench.errors import BenchError
+from ops.bench.scripted_engine import BLOCK_SIZE
 from worker.streams.connection import Link
 from worker.streams.jobs import SourceOptions
 from worker.streams.keys import GROUP, QueueKeys
@@ -20,7 +21,9 @@ from worker.streams.scripts import Scripts
 NUM_LEASES: Final = 256
 # Sequences whose events a step writes in one pipeline, and how long such a step takes.
 STREAMING_SEQS: Final = 256
-STREAMING_STEP_MS: Final = 20.0
+STREAMING_STEP_MS: Final = 40.0
+# More than any of them says while it is measured.
+STREAMING_TOKENS: Final = 4000
 # A job's reply in the experiment about memory expires this long after its end.
 SHORT_TTL_MS: Final = 1
 # How many jobs are in the queue at a time there, and when its memory is looked at first.
@@ -86,24 +89,23 @@ def measure_pickup(place: Place, num_jobs: int, seed: int = 0) -> list[float]:
     return [(scheduled_ns[job_id] - at_ns) / 1e6 for job_id, at_ns in sent_ns.items()]
 
 
-def measure_streaming(place: Place, num_tokens: int, num_seqs: int = STREAMING_SEQS) -> Streaming:
-    """A worker with `num_seqs` jobs of `num_tokens` each in every step, from when all have begun to their ends."""
-    settings = {"max_num_seqs": num_seqs, "num_kv_blocks": num_seqs * (2 + num_tokens // 16)}
+def measure_streaming(place: Place, seconds: float, num_seqs: int = STREAMING_SEQS) -> Streaming:
+    """For so long, what a worker writes with `num_seqs` jobs in every step, none of which ends meanwhile."""
+    num_blocks = num_seqs * (1 + STREAMING_TOKENS // BLOCK_SIZE)
+    options = {"step_ms": STREAMING_STEP_MS, "max_num_seqs": num_seqs, "num_kv_blocks": num_blocks}
     job_ids = [f"s{number}" for number in range(num_seqs)]
-    options = {"step_ms": STREAMING_STEP_MS, **settings}
     with (
         ScriptedWorker(place.url, "streaming", place.model, place.folder, **options) as worker,
         Client(place.url, "streaming") as client,
     ):
         for job_id in job_ids:
-            client.send(job_id, max_tokens=num_tokens)
+            client.send(job_id, max_tokens=STREAMING_TOKENS)
         client.follow(job_ids, lambda _, event: event["e"] == "token")
-        num_before = _num_events(client, job_ids)
-        began, cpu_before_s = time.monotonic(), worker.service_cpu_s()
-        client.wait(job_ids[0])
-        wall_s, cpu_s = time.monotonic() - began, worker.service_cpu_s() - cpu_before_s
+        num_before, began, cpu_before_s = _num_events(client, job_ids), time.monotonic(), worker.service_cpu_s()
+        time.sleep(seconds)
         num_events = _num_events(client, job_ids) - num_before
-        client.wait(*job_ids)
+        wall_s, cpu_s = time.monotonic() - began, worker.service_cpu_s() - cpu_before_s
+        worker.kill()
     return Streaming(num_events, wall_s, cpu_s)
 
 

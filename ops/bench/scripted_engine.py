@@ -2,8 +2,9 @@
 
     python -m ops.bench.scripted_engine FD CONFIG_JSON
 
-Two variables of the environment: PAGEMILL_STEP_MS is how long one step takes; PAGEMILL_SCHEDULED, if it is set, names a
-file that gets a line for each sequence when it is first part of a step: its name and the monotonic clock in ns.
+Variables of the environment: PAGEMILL_STEP_MS is how long one step takes, PAGEMILL_START_MS (0) the start;
+PAGEMILL_SCHEDULED, if it is set, names a file that gets a line for each sequence when it is first part of a step: its
+name and the monotonic clock in ns.
 """
 
 import json
@@ -22,7 +23,7 @@ from scheduler.output import ModelRunnerOutput, SchedulerOutput, TransferResult
 from scheduler.scheduler import Scheduler
 from worker.engine import Engine, Runner
 from worker.engine_config import EngineConfig, EngineInfo
-from worker.engine_messages import Command, Event, Ready, pack_event
+from worker.engine_messages import Command, Died, Event, Ready, pack_event
 from worker.engine_process import EngineLoop, read_commands
 
 BLOCK_SIZE: Final = 16
@@ -31,6 +32,7 @@ DEFAULT_NUM_BATCHED_TOKENS: Final = 512
 VOCAB_SIZE: Final = 320
 STEP_VARIABLE: Final = "PAGEMILL_STEP_MS"
 SCHEDULED_VARIABLE: Final = "PAGEMILL_SCHEDULED"
+START_VARIABLE: Final = "PAGEMILL_START_MS"
 # What each sequence says, again and again.
 TOKEN: Final = 70
 
@@ -114,9 +116,14 @@ def main(make_runner: MakeRunner = make_scripted_runner) -> None:
 
     commands: SimpleQueue[Command] = SimpleQueue()
     threading.Thread(target=read_commands, args=(connection, commands), daemon=True).start()
+    time.sleep(float(os.environ.get(START_VARIABLE, "0")) / 1000)
     engine, info = build(EngineConfig(**json.loads(sys.argv[2])), make_runner)
     emit(Ready(info))
-    EngineLoop(engine, commands, emit).run()
+    try:
+        EngineLoop(engine, commands, emit).run()
+    except Exception as error:
+        emit(Died(f"{type(error).__name__}: {error}"))
+        sys.exit(3)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def queue(valkey_url: str) -> Iterator[Queue]:
     queue.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def served(start_server: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Queue]:
     """A queue that a worker of the made-up model serves."""
     queue = Queue(start_server("valkey-9.1"), fresh_keys())

@@ -1,13 +1,14 @@
 """The clients in docs/clients as programs: each rule for clients, on a real server."""
 
 import asyncio
+import contextlib
 import json
 import re
 import select
 import socket
 import subprocess
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from urllib.parse import urlsplit
 
 import pytest
@@ -16,7 +17,9 @@ from tests.clients.conftest import FOLDER, node
 from tests.clients.samples import Sample, end, opened, token, write
 from tests.e2e.workers import Queue, eventually
 from tests.faults.proxy import Proxy
+from worker.client import Client, ReplyLostError
 from worker.streams.keys import TERMINAL_SEQ
+from worker.streams.rights import client_rule, rule_words
 
 # What a shell, CSV, JSON and a terminal could each trip over.
 NASTY = 'a "quoted" \\ back\\\\slash\\" \\x41 \\n $(no) `no` %s & ","\n\ttab\n\nnaïve 日本語 🙂 \x1f\x1b[0m end \n'
@@ -47,6 +50,13 @@ def test_a_job_is_sent_streamed_and_told_of(sample: Sample, served: Queue) -> No
     assert reading.text == reply.text
     assert [event_id for _, event_id in reading.seen] == [event_id for event_id, _ in reply.events]
     eventually(lambda: sample.call("status", job_id) == "done", "the job to be settled")
+
+
+def test_a_chat_is_a_field(sample: Sample, queue: Queue) -> None:
+    messages = '[{"role": "user", "content": "say \\"é\\""}]'
+    job_id = sample.call("submit", "", "messages", messages, "seed", "7")
+    ((_, job),) = queue.redis.events(queue.keys.jobs("normal"))
+    assert job == {"id": job_id, "messages": messages, "seed": "7"}
 
 
 def test_a_job_that_runs_is_cancelled(sample: Sample, served: Queue) -> None:
@@ -165,6 +175,32 @@ async def test_a_job_is_sent_once_the_server_is_back(sample: Sample, queue: Queu
     assert job["id"] == sending.text.strip()
 
 
+def misdirect(listener: socket.socket, port: int) -> None:
+    """Play a Cluster's node that has another queue's slot, until the listener is closed."""
+    with contextlib.suppress(OSError):
+        while True:
+            client, _ = listener.accept()
+            with client, client.makefile("rb") as words:
+                while line := words.readline():
+                    command = [(words.readline(), words.readline())[1] for _ in range(int(line[1:]))]
+                    is_login = command[0].strip().upper() == b"AUTH"
+                    client.sendall(b"+OK\r\n" if is_login else b"-MOVED 7 127.0.0.1:%d\r\n" % port)
+
+
+def test_of_a_cluster_the_node_that_has_the_queue_is_found(sample: Sample, queue: Queue) -> None:
+    parts = urlsplit(sample.url)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        node_thread = threading.Thread(target=misdirect, args=(listener, parts.port), daemon=True)
+        node_thread.start()
+        sample.url = sample.url.replace(f":{parts.port}", f":{listener.getsockname()[1]}")
+        job_id = sample.call("submit", "hello")
+        write(queue, opened(7), token("7-1", "found ", [1], 1), end(7, "it"), job_id=job_id)
+        reading = sample.read(job_id)
+        assert (reading.end(), reading.text) == (0, "found it")
+        listener.shutdown(socket.SHUT_RDWR)
+        node_thread.join()
+
+
 def test_a_full_server_is_waited_for(sample: Sample, queue: Queue) -> None:
     queue.redis.call("CONFIG", "RESETSTAT")
     queue.redis.call("CONFIG", "SET", "maxmemory", "1")
@@ -199,6 +235,46 @@ def test_several_choices_are_told_apart(sample: Sample, queue: Queue) -> None:
     reading = sample.read("job")
     assert reading.end() == 0
     assert reading.text == "zero!\n[choice 1]\none?"
+
+
+@pytest.fixture
+def client_url(valkey_url: str, queue: Queue) -> Iterator[str]:
+    """The server for somebody who has a client's rights and no more."""
+    user = f"client-{queue.keys.queue}"
+    queue.redis.call("ACL", "SETUSER", user, "reset", "on", ">secret", *rule_words(client_rule()))
+    yield f"redis://{user}:secret@{valkey_url.rpartition('@')[2]}"
+    queue.redis.call("ACL", "DELUSER", user)
+
+
+def test_a_clients_rights_are_enough(sample: Sample, queue: Queue, client_url: str) -> None:
+    sample.url = client_url
+    job_id = sample.call("submit", "hello")
+    assert sample.call("status", job_id) == "unknown"
+    sample.call("cancel", job_id)
+    write(queue, opened(7), token("7-1", "one ", [1], 1), end(7, "two"), job_id=job_id)
+    reading = sample.read(job_id)
+    assert (reading.end(), reading.text) == (0, "one two")
+    behind = sample.read(job_id, "7-1", LIMIT_S="1")
+    assert (behind.end(), behind.text) == (0, "two")
+    assert sample.read("nobody", LIMIT_S="1").end() != 0
+
+
+def test_a_clients_rights_are_enough_for_the_one_for_python(queue: Queue, client_url: str) -> None:
+    with Client(client_url, queue.keys.queue) as client:
+        job_id = client.submit("hello", ttl_ms=1)
+        assert client.status(job_id) is None
+        client.cancel(job_id)
+        with pytest.raises(ReplyLostError):
+            client.result(job_id)
+        write(queue, opened(7), token("7-1", "one ", [1], 1), end(7, "two"), job_id=job_id)
+        assert client.result(job_id).text == "one two"
+        assert [event.text for event in client.stream(job_id, after="7-1")] == ["two"]
+
+
+def test_wrong_words_are_told(sample: Sample) -> None:
+    reading = sample.begin("stram", "job")
+    assert reading.end() != 0
+    assert "stream" in (reading.folder / "err").read_text()
 
 
 def test_a_server_that_is_not_there_is_an_error(sample: Sample) -> None:

@@ -41,6 +41,8 @@ class WorkerProcess:
     A setting that is None is left out, so that Pagemill's own default holds.
     """
 
+    _ready: dict[str, Any] | None = None
+
     def __init__(self, model: Path, url: str, queue: str, logs: Path, **settings: Any) -> None:
         defaults = {"num_kv_blocks": 128, "max_num_seqs": 16, "num_threads": 1, "check_invariants": "step"}
         self.log_path = logs / f"{queue}-{uuid.uuid4().hex[:6]}.log"
@@ -49,7 +51,6 @@ class WorkerProcess:
         with self.log_path.open("wb") as log:
             self.process = self.start(given, log)
         self._family: list[psutil.Process] = []
-        self._ready: dict[str, Any] | None = None
 
     def start(self, settings: dict[str, str], log: IO[bytes]) -> "subprocess.Popen[bytes]":
         """The process, whose output goes to `log`."""

@@ -89,8 +89,9 @@ def _judge(job_id: str, who: str, view: ReplyView, expected: Expected, is_cancel
         yield Violation("order", job_id, f"{who}: {problem}")
     if view.terminal is None:
         return
-    is_cut = view.terminal.fields.get("code") == "cancelled" and is_cancelled
-    if view.terminal.fields.get("e") == "error" and not is_cut:
+    code = view.terminal.fields["code"] if view.terminal.fields.get("e") == "error" else ""
+    is_cut = (code == "cancelled" and is_cancelled) or (code != "" and code == expected.error)
+    if code != expected.error and not is_cut:
         yield Violation("reply", job_id, f"{who}: {json.dumps(dict(view.terminal.fields))}")
         return
     for index in range(expected.num_choices):

@@ -53,12 +53,16 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a job must answer: the greedy text of each choice, its ids, and why it ends."""
+    """What a job must answer: the greedy text of each choice, its ids, and why it ends.
+
+    `error` is the code that it must end with instead, after a part of that; "" for none.
+    """
 
     ids: tuple[int, ...]
     text: str
     finish: str = "length"
     num_choices: int = 1
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

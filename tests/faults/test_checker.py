@@ -153,3 +153,17 @@ def test_an_unstreamed_reply_is_judged_by_its_end_and_its_checkpoints_too() -> N
     end = Event(f"100-{TERMINAL_SEQ}", {"e": "end", "finish": "length", "text": "abcd", "ids": "[7,8,9]"})
     assert Run((OPEN, checkpoint, end)).kinds(Promise.DURABLE) == set()
     assert Run((OPEN, changed(checkpoint, ids="[7,1]"), end)).kinds(Promise.DURABLE) == {"order"}
+
+
+def test_poison_must_end_as_such_and_nobody_else_may() -> None:
+    poison = changed(CANCELLED, code="poison")
+    for stored, error, kinds in [
+        ((OPEN, FIRST, poison), "poison", set()),
+        ((OPEN, changed(FIRST, ids="[7,1]"), poison), "poison", {"reply"}),
+        ((OPEN, FIRST, poison), "", {"reply"}),
+        ((OPEN, FIRST, changed(CANCELLED, code="internal")), "poison", {"reply"}),
+        (WHOLE, "poison", {"reply"}),
+    ]:
+        run = Run(stored)
+        run.history.expected["a"] = Expected((7, 8, 9), "abcd", error=error)
+        assert run.kinds(Promise.DURABLE) == kinds, (stored, error)

@@ -14,7 +14,9 @@ from worker.streams.keys import LANES
 
 WORDS = ("a", "slow", "river", "carries", "small", "boats", "past", "the", "quiet", "town", "where", "nobody", "sleeps")
 # How many of a hundred jobs are of which kind. All are greedy.
-KINDS = {"plain": 58, "stop": 10, "unstreamed": 10, "choices": 7, "chunked": 7, "cancelled": 8}
+KINDS = {"plain": 56, "stop": 10, "unstreamed": 10, "choices": 7, "chunked": 7, "cancelled": 8, "poison": 2}
+# What poison does to its engine: see `poison`.
+DEEDS = ("engine", "abort", "exit", "error")
 # Tokens of a reply: long enough that a fault finds it half done.
 MIN_TOKENS, MAX_TOKENS = 16, 100
 MAX_CANCEL_S = 1.5
@@ -36,7 +38,9 @@ class Job:
 
 
 class Oracle(Protocol):
-    """Knows what the model answers."""
+    """Knows what the model answers, and whether it can be made to kill its engine."""
+
+    can_kill: bool
 
     def answer(self, prompts: Sequence[tuple[str, int]]) -> list[Answer]:
         """To each prompt the given number of tokens; an end of sequence is a token like any other."""
@@ -45,6 +49,8 @@ class Oracle(Protocol):
 
 class ScriptedOracle:
     """Of the made-up model. `model` is the folder whose tokenizer the workers use."""
+
+    can_kill = True
 
     def __init__(self, model: Path) -> None:
         self._tokenizer = Tokenizer.from_checkpoint(model)
@@ -57,6 +63,8 @@ class ScriptedOracle:
 
 class RealOracle:
     """Of a checkpoint: the same engine offline, which nobody disturbs."""
+
+    can_kill = False
 
     def __init__(self, model: Path) -> None:
         self._model = model
@@ -78,7 +86,8 @@ def make_jobs(rng: random.Random, oracle: Oracle, num_jobs: int, prefix: str) ->
         for _ in range(num_jobs)
     ]
     answers = oracle.answer(prompts)
-    kinds = rng.choices(list(KINDS), list(KINDS.values()), k=num_jobs)
+    weights = {kind: weight for kind, weight in KINDS.items() if kind != "poison" or oracle.can_kill}
+    kinds = rng.choices(list(weights), list(weights.values()), k=num_jobs)
     return [
         _make_job(rng, f"{prefix}-{number}", kinds[number], prompt, answers[number])
         for number, (prompt, _) in enumerate(prompts)
@@ -114,6 +123,9 @@ def _make_job(rng: random.Random, name: str, kind: str, prompt: str, answer: Ans
             expected = Expected(ids, text, num_choices=2)
         case "chunked":
             fields["chunk_ms"] = 150
+        case "poison":
+            job_id = f"{name}-{rng.choice(DEEDS)}-at-{rng.randrange(len(ids))}"
+            expected = Expected(ids, text, error="poison")
         case "cancelled":
             cancel_after_s = rng.uniform(0, MAX_CANCEL_S)
     return Job(job_id, lane, prompt, expected, fields, cancel_after_s)

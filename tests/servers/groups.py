@@ -143,7 +143,8 @@ class SentinelGroup:
         """
         former = self.primary
         if is_told:
-            self.sentinel.call("SENTINEL", "FAILOVER", PRIMARY_NAME)
+            told = ("SENTINEL", "FAILOVER", PRIMARY_NAME)
+            self.sentinel.wait("the Sentinel to begin", *told, until=lambda answer: answer == b"OK")
         else:
             former.kill()
         other = next(server for server in self.servers if server is not former)

@@ -22,8 +22,10 @@ _FIRST_PORT, _LAST_PORT = 15000, 32000
 class ServerProcess:
     """A server on loopback, without a file of its own unless `lines` of configuration say so. `stop` it at the end."""
 
-    def __init__(self, command: Sequence[str], folder: Path, lines: Sequence[str] = (), *, mode: str = "") -> None:
-        """`mode` is an option of the command: `--sentinel`."""
+    def __init__(
+        self, command: Sequence[str], folder: Path, lines: Sequence[str] = (), *, mode: str = "", login: bool = True
+    ) -> None:
+        """`mode` is an option of the command: `--sentinel`. Without `login` the lines say who may come in."""
         folder.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
         self.folder = folder
@@ -35,8 +37,9 @@ class ServerProcess:
             f"dir {folder}",
             f"logfile {folder / 'server.log'}",
             f"pidfile {folder / 'server.pid'}",
-            f'requirepass "{PASSWORD}"',
         ]
+        if login:
+            own.append(f'requirepass "{PASSWORD}"')
         if mode != "--sentinel":
             own += ['save ""', f'masterauth "{PASSWORD}"', "repl-diskless-sync-delay 0", "repl-backlog-size 16mb"]
         (folder / "server.conf").write_text("\n".join([*own, *lines, ""]))

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Self
 
+from worker.engine_gate import EngineGate
 from worker.job_taking import JobTaking
 from worker.metrics import WorkerMetrics
 from worker.parts import Parts
@@ -22,7 +23,7 @@ class LightQueue(ServedQueue):
 
     def __init__(self, queue: str, worker: "LightWorker", settings: Settings, url: str, metrics: QueueMetrics) -> None:
         super().__init__(
-            *(queue, settings, url, worker.name, worker.parts, metrics),
+            *(queue, settings, url, worker.name, worker.parts, metrics, worker.gate),
             model="light",
             recorder=None,
             on_change=worker.changed.set,
@@ -55,6 +56,7 @@ class LightWorker:
         self.changed = asyncio.Event()
         self.parts = Parts(self.changed.set)
         metrics = WorkerMetrics(worker_id=name, queues=queues, model="light", version="0")
+        self.gate = EngineGate(metrics)
         self.queues = [LightQueue(queue, self, settings, url, metrics.of_queue(queue)) for queue in queues]
         self._taking = JobTaking(self.queues, self.parts, self.changed, num_seats=lambda: num_seats, lease_ms=lease_ms)
 

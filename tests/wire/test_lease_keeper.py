@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 
+import structlog
+
 from tests.wire.resp import RespClient
 from tests.wire.workers import MakeWorker, TestWorker, eventually, push
 from worker.liveness import Liveness
@@ -90,13 +92,20 @@ async def test_a_lost_connection_costs_no_lease(make_worker: MakeWorker, raw: Re
 async def test_losses_are_told_in_the_loop_of_the_service(make_worker: MakeWorker, raw: RespClient) -> None:
     worker = make_worker("w")
     threads: list[str] = []
-    worker.leases.on_loss = lambda entry, loss: threads.append(threading.current_thread().name)
+    queues: list[object] = []
+
+    def on_loss(entry: Entry, loss: Loss) -> None:
+        threads.append(threading.current_thread().name)
+        queues.append(structlog.contextvars.get_contextvars().get("queue"))
+
+    worker.leases.on_loss = on_loss
     await push(worker)
     (entry,) = await worker.take(1)
     raw.call("XCLAIM", worker.keys.jobs("normal"), GROUP, "peer", 0, entry.entry_id)
     async with renewed(worker):
         await eventually(lambda: bool(threads))
     assert threads == [threading.current_thread().name]
+    assert queues == [worker.keys.queue], "what is logged of it names the queue"
     assert not worker.leases.is_held(entry.key)
 
 

@@ -148,8 +148,8 @@ class Link:
             if isinstance(answer, ServerError):
                 refused.add(_kind_of(command))
                 self._health.refused(self._name, _kind_of(command), answer)
+        self._health.heard(self._name)
         if self._health.is_troubled:
-            self._health.answered(self._name)
             for kind in {_kind_of(command) for command in commands} - refused:
                 self._health.answered(self._name, kind)
 

@@ -18,6 +18,8 @@ SAY_AGAIN_S = 30.0
 FORGET_COMMAND_S = 30.0
 # Nor does a connection that nobody needs any more, where others have had answers since.
 FORGET_LINK_S = 5.0
+# Of a worker's connections some read blocks for two seconds at most, so an answer comes at least that often.
+SILENT_S = 3.0
 
 _MEANINGS = {
     "LOADING": "the server is reading its data from disk",
@@ -52,7 +54,7 @@ class ServerHealth:
 
     def __init__(self) -> None:
         self._troubles: dict[tuple[str, Hashable], _Trouble] = {}
-        self._last_answer = 0.0
+        self._last_answer = time.monotonic()
         self._began = 0.0
         self._said: dict[str, float] = {}
         self._is_told = False
@@ -72,49 +74,55 @@ class ServerHealth:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether a connection is missing, which is worse than a server that refuses."""
+        """Whether the server is out of reach, or says nothing at all, which is worse than one that refuses."""
+        if time.monotonic() - self._last_answer > SILENT_S:
+            return True
         return any(trouble.is_connection and self._lasts(trouble) for trouble in tuple(self._troubles.values()))
 
     def lost(self, link: str, error: ConnectionLostError) -> None:
         """`link` has no connection."""
-        self._add((link, None), "", str(error))
+        kind = f"{str(error).partition(':')[0]} {error.is_passing}"
+        self._add((link, None), kind, str(error), is_connection=True)
 
     def refused(self, link: str, command: Hashable, error: ServerError) -> None:
         """The server can't do this command now. Errors that say something of the command alone are passed over."""
         if error.is_temporary or error.code == "NOPERM":
-            self._add((link, command), error.code, f"{_MEANINGS.get(error.code, str(error))} ({error.code})")
+            reason = f"{_MEANINGS.get(error.code, str(error))} ({error.code})"
+            self._add((link, command), error.code, reason, is_connection=False)
 
-    def answered(self, link: str, command: Hashable = None) -> None:
-        """The server has done this command; without one: some answer came over this connection."""
+    def heard(self, link: str) -> None:
+        """An answer came over this connection, whatever it was."""
+        self._last_answer = time.monotonic()
+        if self._troubles:
+            self.answered(link, None)
+
+    def answered(self, link: str, command: Hashable) -> None:
+        """The server has done this command."""
         with self._lock:
-            self._last_answer = time.monotonic()
-            if not self._troubles:
-                return
             self._troubles.pop((link, command), None)
             self._troubles = {name: trouble for name, trouble in self._troubles.items() if self._lasts(trouble)}
             if not self._troubles and self._is_told:
                 self._is_told = False
-                log.info("redis_serves_again", seconds=round(self._last_answer - self._began, 1))
+                log.info("redis_serves_again", seconds=round(time.monotonic() - self._began, 1))
 
-    def _add(self, key: tuple[str, Hashable], code: str, reason: str) -> None:
+    def _add(self, key: tuple[str, Hashable], kind: str, reason: str, *, is_connection: bool) -> None:
+        now = time.monotonic()
         with self._lock:
-            self._add_locked(key, code, reason, time.monotonic())
-
-    def _add_locked(self, key: tuple[str, Hashable], code: str, reason: str, now: float) -> None:
-        self._troubles = {name: trouble for name, trouble in self._troubles.items() if self._lasts(trouble)}
-        if not self._troubles:
-            self._began = now
-        known = self._troubles.get(key)
-        self._troubles[key] = _Trouble(not code, reason, now if known is None else known.since, now)
-        if now - self._said.get(code, -SAY_AGAIN_S) >= SAY_AGAIN_S:
-            self._said[code] = now
+            self._troubles = {name: trouble for name, trouble in self._troubles.items() if self._lasts(trouble)}
+            if not self._troubles:
+                self._began = now
+            known = self._troubles.get(key)
+            self._troubles[key] = _Trouble(is_connection, reason, now if known is None else known.since, now)
+            if now - self._said.get(kind, -SAY_AGAIN_S) < SAY_AGAIN_S:
+                return
+            self._said[kind] = now
             self._is_told = True
-            log.warning("redis_waited_for", reason=reason, link=key[0], seconds=round(now - self._began, 1))
+        log.warning("redis_waited_for", reason=reason, link=key[0], seconds=round(now - self._began, 1))
 
     def _lasts(self, trouble: _Trouble) -> bool:
         age_s = time.monotonic() - trouble.last
         if trouble.is_connection:
-            return age_s < FORGET_LINK_S or self._last_answer < trouble.last
+            return age_s < FORGET_LINK_S or self._last_answer <= trouble.last
         return age_s < FORGET_COMMAND_S
 
 

@@ -114,6 +114,11 @@ class JobSource:
         """A peer handed something over: look at once (but for the quiet time after a connect)."""
         self._timers.next_scan = 0.0
 
+    def leave_to_peers(self) -> None:
+        """This worker has let jobs go: it takes none of them back before every peer has had the time to look."""
+        until = time.monotonic() + self._options.scan_ms / 1000
+        self._timers.quiet_until = max(self._timers.quiet_until, until)
+
     async def take(self, room: int) -> list[Entry]:
         """Entries for a worker with `room` (at least 1) free places; waits up to `block_ms` if there are none."""
         return await self.take_at_once(room) or await self.wait(self._options.block_ms)

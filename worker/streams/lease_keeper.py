@@ -48,7 +48,8 @@ class LeaseKeeper:
         try:
             async with asyncio.TaskGroup() as group:
                 for leases, _ in self._queues:
-                    group.create_task(self._renew_on_time(leases, home))
+                    with structlog.contextvars.bound_contextvars(queue=leases.queue):  # for what is logged of a loss
+                        group.create_task(self._renew_on_time(leases, home))
         finally:
             for _, link in self._queues:
                 await link.close()

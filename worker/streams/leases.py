@@ -70,6 +70,11 @@ class Leases:
         # For changes of `_held` against its copying by another thread.
         self._lock = threading.Lock()
 
+    @property
+    def queue(self) -> str:
+        """The queue's name."""
+        return self._scripts.queue
+
     def hold(self, entry: Entry) -> bool:
         """Takes `entry` under renewal. False: it is held already, so a late answer adds nothing."""
         with self._lock:

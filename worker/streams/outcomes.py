@@ -61,6 +61,14 @@ class Outcomes:
         self._release((envelope.lane, envelope.entry_id))
         return status
 
+    async def blame(self, envelope: JobEnvelope, *, crashes: int, solo: int, is_alone: bool) -> SettleStatus:
+        """Writes into the job's record how often it died, and whether it runs alone. It stays ours."""
+        return await self._persist(
+            lambda: self._scripts.blame(
+                envelope.lane, envelope.entry_id, envelope.id, crashes=crashes, solo=solo, is_alone=is_alone
+            )
+        )
+
     async def drop(self, entry: Entry) -> bool:
         """Takes a duplicate or a conflict off the queue and touches nothing of the first entry's."""
         is_done = await self._persist(lambda: self._scripts.drop(entry.lane, entry.entry_id))

@@ -88,6 +88,21 @@ async def recover(link: Link, reply_key: str) -> Recovered:
         start = f"({page[-1][0].decode()}"
 
 
+async def read_workers(link: Link, reply_key: str) -> list[str]:
+    """Who opened the reply, one name for each attempt, in order. Raises StreamsError."""
+    workers: list[str] = []
+    start = "-"
+    while True:
+        page = await link.call("XRANGE", reply_key, start, "+", "COUNT", _PAGE)
+        for _, flat in page:
+            event = dict(zip(flat[::2], flat[1::2], strict=False))
+            if event.get(b"e") == b"open":
+                workers.append(event.get(b"worker", b"").decode("utf-8", "replace"))
+        if len(page) < _PAGE:
+            return workers
+        start = f"({page[-1][0].decode()}"
+
+
 def _index_of(event: dict[bytes, bytes], entry_id: bytes) -> int:
     index = event.get(b"index", b"0")
     if not (index.isdigit() and len(index) <= 3 and int(index) <= _MAX_INDEX):

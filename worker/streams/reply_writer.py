@@ -64,6 +64,7 @@ class ReplyWriter:
         self.attempt = attempt
         self.status = ReplyStatus.LIVE
         self.in_flight: Event | None = None
+        self.num_token_events = 0  # that are known to be written
         self._on_change = on_change
         self._on_closed = on_closed
         self._is_streaming = True
@@ -192,6 +193,7 @@ class ReplyWriter:
             self.close(ReplyStatus.ENDED)
         else:
             self._seq = int(event.entry_id.partition("-")[2])
+            self.num_token_events += event.fields[1] == "token"
 
     def close(self, status: ReplyStatus) -> None:
         """Nothing more can be written."""

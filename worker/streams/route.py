@@ -110,6 +110,7 @@ class Route:
 
     async def _to_owner(self) -> Wire:
         last: Exception | None = None
+        refusal: Exception | None = None
         is_passing = False
         asked: set[Node] = set()
         waiting = [*([self._owner] if self._owner else []), *self._nodes]
@@ -134,10 +135,13 @@ class Route:
                 self._owner = node
                 return wire
             await wire.close()
-            last, is_passing = answer, True
-            if (owner := target_of(answer, node)) is not None:
+            is_passing = True
+            if (owner := target_of(answer, node)) is None:
+                refusal = answer
+            else:
                 waiting.insert(0, owner)
-        raise ConnectionLostError(f"no node of the Cluster serves the queue: {last}", is_passing=is_passing) from last
+        why = refusal or last or "they don't agree who has it"
+        raise ConnectionLostError(f"no node of the Cluster serves the queue: {why}", is_passing=is_passing) from last
 
 
 async def node_url(address: Address, queue: str | None) -> str:

@@ -19,6 +19,7 @@ MAX_IDS_PER_REACH = 32
 BURST_MS = 1000.0
 SCRIPT_NAMES = (
     "open",
+    "blame",
     "renew",
     "settle",
     "drop",
@@ -46,7 +47,7 @@ class OpenStatus(StrEnum):
 
 
 class SettleStatus(StrEnum):
-    """What settling found, and handing over.
+    """What settling found, and handing over, and blaming.
 
     OTHER: another consumer has the entry, so nothing was done. UNENDED: the server has lost the terminal event, so
     nothing was done. GONE: nobody has it, after a success whose answer was lost or because entry, group or lane were
@@ -145,6 +146,11 @@ class Scripts:
         self._consumer = consumer
         self._scripts = {name: _Script(name) for name in SCRIPT_NAMES}
 
+    @property
+    def queue(self) -> str:
+        """The queue's name."""
+        return self._keys.queue
+
     async def _run(self, name: str, keys: Sequence[str], *arguments: Argument) -> Any:
         return await self._scripts[name].run(self._link, keys, arguments)
 
@@ -188,6 +194,18 @@ class Scripts:
             cancel_reason=None if mark is None else mark.decode("utf-8", "replace"),
             is_resumed=is_resumed == 1,
         )
+
+    async def blame(
+        self, lane: str, entry_id: str, job_id: str, *, crashes: int, solo: int, is_alone: bool
+    ) -> SettleStatus:
+        """Writes what is known of a job's crashes into its record: DONE, OTHER or UNRECORDED."""
+        keys = self._keys
+        answer = await self._run(
+            "blame",
+            [keys.jobs(lane), keys.state(job_id)],
+            *(GROUP, self._consumer, entry_id, lane, crashes, solo, "1" if is_alone else "0"),
+        )
+        return SettleStatus(answer.decode())
 
     async def renew(self, lane: str, entry_ids: Sequence[str]) -> RenewResult:
         """Renews the leases of the entries held in `lane`; answers those that could not be renewed."""

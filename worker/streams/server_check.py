@@ -7,11 +7,12 @@ from worker.streams.address import Topology, parse_address, redacted
 from worker.streams.connection import Backoff, Link
 from worker.streams.errors import ConnectionLostError, LoginRefusedError, ServerError, StreamsError
 from worker.streams.health import ServerHealth
+from worker.streams.keys import QueueKeys
+from worker.streams.rights import missing_rights
 
 MIN_VERSION = (6, 2)
 # Longest wait between two looks at a server that isn't ready.
 LOOK_AGAIN_S = 1.0
-_LOADING = "loading"
 
 log = structlog.get_logger(__name__)
 
@@ -22,10 +23,12 @@ async def check_server(url: str, queue: str | None = None, health: ServerHealth 
     A server that loads its data, has no room for another client, or whose primary is being replaced is waited for.
     Raises StartupError, one line, where waiting wouldn't help.
     """
-    health = health or ServerHealth()
-    link = Link(url, "check", queue, health)
+    link = Link(url, "check", queue)
     try:
-        info = await _info_when_ready(link, url, health)
+        info = await _info_when_ready(link, url, health or ServerHealth())
+        missing = [] if queue is None else await missing_rights(link, QueueKeys(queue))
+    except ConnectionLostError as error:
+        raise StartupError(f"{redacted(url)}: {error}. See whether it is still there") from error
     finally:
         await link.close()
     version = info.get("redis_version", "0")
@@ -38,6 +41,11 @@ async def check_server(url: str, queue: str | None = None, health: ServerHealth 
             "(redis+sentinel://host:26379/NAME), which follow a failover"
         )
     _check_memory(url, info)
+    if missing:
+        raise StartupError(
+            f"{redacted(url)}: the user may not do what a worker does: grant {' '.join(missing)} "
+            "(`pagemill acl worker` prints the whole rule)"
+        )
     if info.get("aof_enabled") == "0":
         log.warning(
             "redis_forgets", effect="jobs and replies are lost when the server ends", advice="set appendonly to yes"
@@ -63,17 +71,20 @@ async def _info_when_ready(link: Link, url: str, health: ServerHealth) -> dict[s
         try:
             info = _parse_info(await link.call("INFO"))
             if info.get("loading", "0") == "0":
-                health.answered("check", _LOADING)
+                health.heard("check")
+                health.answered("check", "INFO")
                 return info
-            health.refused("check", _LOADING, ServerError("LOADING"))  # INFO alone is answered meanwhile
+            health.refused("check", "INFO", ServerError("LOADING"))  # INFO alone is answered meanwhile
         except LoginRefusedError as error:
             raise StartupError(f"{redacted(url)}: {_login_words(error)}") from error
         except ConnectionLostError as error:
             if not error.is_passing:
                 raise StartupError(f"{redacted(url)}: {_lost_words(error, url)}") from error
+            health.lost("check", error)
         except ServerError as error:
             if not error.is_temporary:
                 raise StartupError(f"{redacted(url)}: Redis refuses: {_refusal_words(error)}") from error
+            health.refused("check", "INFO", error)
         await backoff.wait()
 
 
@@ -82,6 +93,8 @@ def _login_words(error: LoginRefusedError) -> str:
         return "the server has no database of this number: name another at the end of the URL"
     if "Sentinel" in str(error):
         return str(error)
+    if "permission" in str(error):
+        return f"{error}. A database other than 0 takes the right +select"
     return "Redis refuses the user or password: check them in the URL"
 
 

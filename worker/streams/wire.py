@@ -57,6 +57,8 @@ class Wire:
                 packed = self._connection.pack_commands(commands)
                 await self._connection.send_packed_command(packed, check_health=False)
             return [await self._read() for _ in commands]
+        except AuthenticationError as error:  # some servers say so only now
+            raise LoginRefusedError(f"Redis refuses the login: {driver_words(error)}") from error
         except (RedisError, OSError, TimeoutError) as error:
             raise _lost("the connection to Redis was lost", error) from error
 

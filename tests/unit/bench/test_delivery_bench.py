@@ -26,7 +26,8 @@ def test_a_quick_run_measures_everything_and_loses_nothing(tmp_path: Path, capsy
     assert len(report["pickup_ms"]) == sizes["num_pickups"]
     assert len(report["renewal_ms"]) == sizes["num_rounds"]
     assert min(report["pickup_ms"] + report["renewal_ms"]) > 0
-    assert 0 < report["streaming"]["num_events"] <= 256 * (sizes["num_tokens"] + 1)
+    assert report["streaming"]["num_events"] > 0
+    assert report["streaming"]["wall_s"] >= sizes["streaming_s"]
     assert (report["memory"]["num_jobs"], report["memory"]["num_left"]) == (30, 0)
     takeover = report["takeover"]
     assert 0 < takeover["first_claim_s"] <= takeover["last_claim_s"]

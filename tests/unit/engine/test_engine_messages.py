@@ -10,6 +10,7 @@ from worker.engine_config import EngineInfo
 from worker.engine_messages import (
     Abort,
     Add,
+    Begins,
     Close,
     Command,
     Died,
@@ -56,6 +57,7 @@ def test_commands_survive_the_pipe(command: Command) -> None:
         Ready(EngineInfo(512, 64, 16, 8, 320, 4096, "cpu", "float32", "print", 1, 32, 6.5e9, 300.5)),
         Refused("no such file"),
         Died("a reason"),
+        Begins(("a", "b")),
         StepReport(
             (
                 SequenceOutput("a", (1, 2)),

@@ -126,10 +126,11 @@ async def test_an_engine_that_is_ended_without_a_word_is_told_with_what_memory_t
             pass
 
     supervisor = EngineSupervisor(
-        Killed,  # type: ignore[arg-type]  # all that a start calls
+        lambda told: Killed(),  # type: ignore[arg-type,return-value]  # all that a start calls
         on_report=lambda report: None,
-        on_death=lambda: None,
+        on_death=lambda error: None,
         on_restart=lambda: None,
+        watchdog_s=60,
     )
     with pytest.raises(StartupError, match=r"ended by signal 9, perhaps for lack of memory \(.* are left of .*\)"):
         await supervisor.start()

@@ -93,18 +93,20 @@ redis.call('XADD', reply_key, attempt .. '-0', 'e', 'open', 't', string.format('
 redis.call('PEXPIRE', reply_key, run_ttl)
 
 -- 4. The record. `running` under another worker says that this worker died with it.
-local crashes, solo = 0, 0
+local crashes, solo, alone = 0, 0, '0'
 if is_same then
   crashes, solo = tonumber(record[6] or '0') or 0, tonumber(record[7] or '0') or 0
   if record[3] == 'running' and record[5] ~= consumer then
     crashes = crashes + 1
     if record[8] == '1' then solo = solo + 1 end
+  elseif record[3] == 'running' and own_attempt > 0 and record[8] == '1' then
+    alone = '1'  -- whoever runs it opens anew, since the server lost writes: it is as alone as before
   end
 elseif is_stale or is_junk then
   redis.call('DEL', state_key)
 end
 redis.call('HSET', state_key, 'entry', this_entry, 'digest', digest, 'status', 'running', 'worker', consumer,
-  'attempt', attempt, 'crashes', crashes, 'solo', solo, 'alone', '0', 'tenant', tenant,
+  'attempt', attempt, 'crashes', crashes, 'solo', solo, 'alone', alone, 'tenant', tenant,
   'opened', string.format('%.0f', now))
 redis.call('PEXPIRE', state_key, run_ttl)
 -- From here on the delivery count says how often the entry was delivered since it was last opened.
