@@ -79,7 +79,7 @@ def test_a_worker_that_comes_to_a_paused_queue_begins_nothing(start_scripted: St
     own_queue.cancel(jobs[5])
     start_scripted()
     assert own_queue.wait(jobs[5]).terminal["code"] == "cancelled"
-    assert own_queue.num_queued() == 19
+    eventually(lambda: own_queue.num_queued() == 19, "it to be settled")
     assert [job_id for job_id in jobs if state(own_queue, job_id)] == [jobs[5]]
     set_config(own_queue, paused="0")
     own_queue.assert_settled()
