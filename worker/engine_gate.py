@@ -42,8 +42,8 @@ class Home(Protocol):
         """The engine that had the job is gone."""
         ...
 
-    async def record(self, job: Job, marks: Marks) -> None:
-        """Write the job's marks into its record, if it is still ours."""
+    async def record(self, job: Job, marks: Marks) -> bool:
+        """Write the job's marks into its record. False: it is somebody else's now."""
         ...
 
     async def convict(self, job: Job, marks: Marks) -> None:
@@ -279,12 +279,13 @@ class EngineGate:
                     await self._write(job, marks, home)
 
     async def _write(self, job: Job, marks: Marks, home: Home) -> None:
-        await home.record(job, marks)
+        is_ours = await home.record(job, marks)
         if job in self._unwritten or job not in self._homes:  # things have changed meanwhile
             return
         turn = self._turn
         if marks.is_poison:
-            await home.convict(job, marks)
+            if is_ours:
+                await home.convict(job, marks)
         elif job in self._let_go:
             await home.let_go(job)
         elif marks.is_alone and turn is not None and turn.job is job and not turn.is_recorded:
