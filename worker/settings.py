@@ -174,7 +174,7 @@ class Settings(BaseSettings):
     heartbeat_ms: int = Field(default=5_000, ge=100, le=600_000)
     """Milliseconds between two entries in the worker registry; a worker is forgotten after three missed ones."""
     watchdog_s: float = Field(default=60.0, gt=0, le=3600)
-    """Seconds without a finished step after which a busy engine counts as hung: it is replaced, its leases are let go."""
+    """Seconds without a step after which a busy engine counts as hung: it is replaced, and its leases are let go."""
     shutdown_grace_s: float = Field(default=30.0, ge=0, le=3600)
     """Seconds that running jobs get to finish when the worker is told to stop."""
     result_ttl_ms: int = Field(default=600_000, ge=1000)
