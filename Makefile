@@ -32,8 +32,11 @@ format: install ## rewrite the code as ruff wants it
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Processes that share the tests. Each computes on one thread, so that they don't take the cores from each other.
+TEST_PROCESSES ?= 2
+
 test: install ## the whole suite but for what is marked slow
-	$(BIN)/pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal -m "not slow and not gpu"
 
 test-slow: install ## what takes minutes
 	$(BIN)/pytest -m "slow and not gpu"

@@ -6,7 +6,6 @@ Where the reader of the output left, as `head` does, that is exit code 1 without
 runs until it is told to stop, `serve`, ends with 0 then, by whatever signal and however far it was.
 """
 
-import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -14,11 +13,12 @@ from contextlib import nullcontext
 
 import click
 
+from ops.lazy_group import LazyGroup
 from ops.output import OutputError, checked_output
 from ops.stopping import StopSignal, stops_by_signal
 from worker.errors import PagemillError
 
-# Shown by `pagemill --help`, so that help needs no imports. The command's module is ops.commands.NAME.
+# Shown by `pagemill --help`, those first that are needed first. The module of a command is ops.commands.NAME.
 COMMANDS = {
     "serve": "Run a worker: take jobs from a queue and stream the replies.",
     "enqueue": "Send a chat message and stream the reply to the terminal.",
@@ -26,30 +26,14 @@ COMMANDS = {
     "jobs": "Show the depth of each lane and what is running.",
     "workers": "Show the workers that serve a queue.",
     "dead": "Show the dead letters of a queue.",
+    "pause": "Stop the taking of jobs from a queue; running ones finish.",
+    "resume": "Let a paused queue go on.",
+    "drain": "Stop one worker, as SIGTERM does.",
+    "acl": "Print the rights that a worker or a client needs on the server.",
     "redis": "Send one raw command to the server and print the answer.",
     "bench": "Measure the engine and its peers on this machine.",
     "simulate": "Run recorded traffic through the scheduler, without a model.",
 }
-
-
-class LazyGroup(click.Group):
-    """A group whose commands are imported when they are asked for."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order of COMMANDS: the ones needed first come first."""
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The object `command` of the command's module."""
-        if cmd_name not in COMMANDS:
-            return None
-        command: click.Command = importlib.import_module(f"ops.commands.{cmd_name}").command
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list of commands, without importing any."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
 
 
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
@@ -62,6 +46,8 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
 
 @click.group(
     cls=LazyGroup,
+    package="ops.commands",
+    summaries=COMMANDS,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )

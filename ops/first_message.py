@@ -1,5 +1,6 @@
 """What `serve` shows once it stands: a first exchange, and the lines to try from another terminal."""
 
+import re
 import secrets
 import shlex
 import shutil
@@ -52,7 +53,7 @@ async def show_start(settings: Settings, message: str | None, metrics_url: str |
 
 
 async def _exchange(settings: Settings, message: str) -> None:
-    client = AsyncClient(_url(settings), settings.queue)
+    client = AsyncClient(_url(settings), settings.queues[0])
     messages = [{"role": "user", "content": message}]
     try:
         if num_jobs := await _num_jobs(settings):
@@ -71,8 +72,9 @@ async def _exchange(settings: Settings, message: str) -> None:
 
 
 async def _num_jobs(settings: Settings) -> int:
-    """Jobs that wait or run already."""
-    keys, link = QueueKeys(settings.queue), Link(_url(settings), "greeting")
+    """Jobs of the first queue that wait or run already."""
+    queue = settings.queues[0]
+    keys, link = QueueKeys(queue), Link(_url(settings), "greeting", queue)
     try:
         lengths = await link.batch([("XLEN", lane) for lane in keys.lanes])
     finally:
@@ -81,21 +83,25 @@ async def _num_jobs(settings: Settings) -> int:
 
 
 def lines_to_try(settings: Settings) -> list[str]:
-    """Commands for another terminal, ready to paste: by redis-cli where there is one, and by `pagemill redis`."""
-    keys = QueueKeys(settings.queue)
-    queue_flag = "" if settings.queue == served_name(DEMO_MODEL) else f" --queue {settings.queue}"
+    """Commands for another terminal, ready to paste: by redis-cli where there is one, and by `pagemill redis`.
+
+    They use the first queue; where there are several all are named.
+    """
+    queue = settings.queues[0]
+    keys = QueueKeys(queue)
+    queue_flag = "" if settings.queue == served_name(DEMO_MODEL) else f" --queue {queue}"
     server_flag = _server_flag(settings)
     pagemill = own_command()
     tools = [f"{pagemill} redis{server_flag}"]
     cli = shutil.which("redis-cli") or shutil.which("valkey-cli")
-    if cli is not None and not _url(settings).startswith("unix:"):  # redis-cli takes no such URL
+    if cli is not None and _url(settings).startswith(("redis://", "rediss://")):  # it takes no other
         tools.insert(0, f"{Path(cli).name} -u {_shell_url(settings)}")
     where = "From another terminal" + (", in this folder" if "/" in pagemill and not pagemill.startswith("/") else "")
     if _PASSWORD in server_flag:
         where += f", with the password in place of {_PASSWORD}"
     lines = [
         "",
-        f"Serving. {where}:",
+        f"Serving{_which_queues(settings)}. {where}:",
         "",
         f"  {pagemill} enqueue{server_flag}{queue_flag} --temperature 0 {shlex.quote(_QUESTION)}",
     ]
@@ -105,6 +111,10 @@ def lines_to_try(settings: Settings) -> list[str]:
         read = ["XREAD", "BLOCK", "4000", "COUNT", "256", "STREAMS", keys.reply(job_id), "0-0"]
         lines += ["", f"  {tool} {shlex.join(job)}", f"  {tool} {shlex.join(read)}"]
     return [*lines, ""]
+
+
+def _which_queues(settings: Settings) -> str:
+    return "" if len(settings.queues) == 1 else " the queues " + ", ".join(settings.queues)
 
 
 def _url(settings: Settings) -> str:
@@ -134,7 +144,7 @@ def without_password(url: str) -> str:
     scheme, separator, rest = url.partition("://")
     login, at, place = rest.rpartition("@")
     place, mark, query = place.partition("?")
-    pairs = [f"password={_PASSWORD}" if pair.startswith("password=") else pair for pair in query.split("&")]
+    pairs = [re.sub(r"(password=).*", rf"\1{_PASSWORD}", pair) for pair in query.split("&")]
     user, colon, _ = login.partition(":")
     if colon:
         login = f"{user or 'default'}:{_PASSWORD}"  # redis-cli 6.2 takes an empty user for a name

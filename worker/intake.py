@@ -13,13 +13,14 @@ from scheduler.beam_intake import why_no_room
 from worker.choices import Choices
 from worker.dead_letters import keep_dead_letter
 from worker.engine_config import EngineInfo
-from worker.errors import ErrorCode, JobError, cancelled, deadline_exceeded, poison
+from worker.errors import ErrorCode, JobError, cancelled, deadline_exceeded, overloaded, poison, rate_limited
 from worker.generation import Generation
 from worker.job import Job, JobTimes, WorkerNames
 from worker.job_table import JobTable
 from worker.protocol import GenerateRequest, JobEnvelope, parse_envelope, parse_request
 from worker.quarantine import Marks
 from worker.queue_links import QueueLinks
+from worker.streams.admission import Refusal
 from worker.streams.leases import Entry
 from worker.streams.outcomes import fetch_prompt, persist
 from worker.streams.recovery import Recovered
@@ -80,6 +81,11 @@ class Intake:
             limits=self._links.limits,
         )
         with structlog.contextvars.bound_contextvars(request_id=envelope.id):
+            refusal = await self._refusal(entry, envelope)
+            if refusal is not None and not refusal.must_end:
+                log.debug("job_waits", limit=refusal.limit, wait_ms=refusal.retry_after_ms)
+                await self._links.outcomes.put_aside(envelope)
+                return
             # The open comes before the job is looked at: one whose parsing kills must have been counted.
             result, writer = await persist(
                 lambda: self._links.replies.open(envelope, self._on_closed), cap_s=self._max_wait_s
@@ -87,7 +93,14 @@ class Intake:
             if writer is None:
                 await self._not_opened(entry, envelope, result)
                 return
-            await self._opened(entry, envelope, result, writer)
+            await self._opened(entry, envelope, result, writer, refusal)
+
+    async def _refusal(self, entry: Entry, envelope: JobEnvelope) -> Refusal | None:
+        """What keeps a job from beginning now, if it is to run at all."""
+        is_to_end = entry.must_end is not None or envelope.error is not None
+        if is_to_end or envelope.is_expired(self._links.clock.now_ms()):
+            return None
+        return await persist(lambda: self._links.admission.admit(envelope), cap_s=self._max_wait_s)
 
     async def _not_opened(self, entry: Entry, envelope: JobEnvelope, result: OpenResult) -> None:
         log.info("job_not_opened", status=result.status.value, entry_id=entry.entry_id, lane=entry.lane)
@@ -110,15 +123,25 @@ class Intake:
             case _:
                 self._links.leases.release(entry.key)
 
-    async def _opened(self, entry: Entry, envelope: JobEnvelope, result: OpenResult, writer: ReplyWriter) -> None:
+    async def _opened(
+        self,
+        entry: Entry,
+        envelope: JobEnvelope,
+        result: OpenResult,
+        writer: ReplyWriter,
+        refusal: Refusal | None,
+    ) -> None:
         now_ms = self._links.clock.now_ms()
         enqueued_ms = min(now_ms, int(entry.entry_id.partition("-")[0]))
-        job = Job(entry, envelope, writer, JobTimes(enqueued_ms=enqueued_ms, opened_ms=now_ms))
+        times = JobTimes(enqueued_ms=enqueued_ms, opened_ms=now_ms)
+        job = Job(entry, envelope, writer, times, queue=self._links.keys.queue)
         job.crashes, job.solo = result.crashes, result.solo
         self._table.add(job)
         log.debug("job_opened", attempt=writer.attempt, covered=result.covered, queue_ms=now_ms - enqueued_ms)
         try:
             self._check_wanted(entry, envelope, result, now_ms)
+            if refusal is not None:
+                raise rate_limited(envelope.tenant, refusal.limit, refusal.retry_after_ms)
             await self._start(job, result)
         except JobError as error:
             await self._refuse(job, error)
@@ -134,7 +157,8 @@ class Intake:
         if envelope.is_expired(now_ms) or entry.must_end is ErrorCode.DEADLINE_EXCEEDED:
             raise deadline_exceeded("queued")
         if entry.must_end is ErrorCode.OVERLOADED:
-            raise JobError(ErrorCode.OVERLOADED, "the queue is longer than it may be: send the job again later")
+            depth, max_depth = self._links.oldest.depths[entry.lane], self._links.oldest.max_depth
+            raise overloaded(depth, max_depth, self._links.oldest.rate.ms_to_serve(depth))
         if Marks(result.crashes, result.solo).is_poison:
             raise poison(result.crashes, result.solo)
         if entry.deliveries > MAX_DELIVERIES:
@@ -165,6 +189,11 @@ class Intake:
         drawn_seed = secrets.randbits(63)
         if result.covered or result.is_resumed:
             recovered = await persist(lambda: self._links.replies.recover(job.writer), cap_s=self._max_wait_s)
+            if result.is_resumed and recovered.num_attempts == 1:
+                # Only this attempt's own opening is there: the client deleted the reply while nobody had the job.
+                await persist(lambda: self._links.replies.abandon(job.writer), cap_s=self._max_wait_s)
+                if job.is_over:
+                    return
             drawn_seed = drawn_seed if recovered.seed is None else recovered.seed
             job.num_replayed, job.num_attempts = recovered.num_tokens, recovered.num_attempts
             check_stored_ids(recovered, served.info)

@@ -39,13 +39,16 @@ class Job:
     writes it after every token.
     """
 
-    def __init__(self, entry: Entry, envelope: JobEnvelope, writer: ReplyWriter, times: JobTimes) -> None:
+    def __init__(
+        self, entry: Entry, envelope: JobEnvelope, writer: ReplyWriter, times: JobTimes, *, queue: str = ""
+    ) -> None:
         self.entry = entry
         self.envelope = envelope
         self.writer = writer
         self.times = times
-        # The engine's name for this job: one attempt's tokens are never taken for another's.
-        self.seq_id = f"{envelope.id}:{writer.attempt}"
+        # The engine's name for this job: one attempt's tokens are never taken for another's, nor for those of a job
+        # of the same id in another queue.
+        self.seq_id = f"{queue}/{envelope.id}:{writer.attempt}"
         self.request: GenerateRequest | None = None
         self.choices: Choices | None = None
         self.prompt_ids: tuple[int, ...] = ()
@@ -101,7 +104,9 @@ class Job:
         if output.finish_reason is FinishReason.ERROR:
             reason = output.error or "the engine can't go on with this job"
             code = ErrorCode.OUT_OF_MEMORY if output.is_out_of_memory else ErrorCode.ENGINE_ERROR
-            self.fail(JobError(code, reason), now_ms)
+            # Some reasons come with their advice.
+            message = reason if ": " in reason else f"{reason}: send the job again with another id"
+            self.fail(JobError(code, message), now_ms)
             return False
         if output.finish_reason is FinishReason.DEADLINE:
             is_first = self.times.first_token_ms is None

@@ -1,7 +1,7 @@
 """What happens to open jobs: tokens come in, replies go out, and each ends in exactly one way.
 
 ended         its terminal event is written     ─► settle
-abandoned     its reply was deleted by the client ─► settle, nothing to write
+abandoned     its reply was deleted by the client ─► settle, nothing to write; or first run to the end, by policy
 fenced, lost  another worker has it             ─► forget: nothing is written, nothing settled
 orphaned      its entry, group or lane is gone  ─► it goes on here, since nobody else can be given it
 handed over   this worker stops, or its engine hung ─► a peer goes on after the last event
@@ -20,9 +20,9 @@ from worker.engine_supervisor import EngineSupervisor
 from worker.errors import ErrorCode, JobError, deadline_exceeded, poison
 from worker.job import Job, WorkerNames
 from worker.job_table import JobTable
-from worker.metrics import WorkerMetrics
 from worker.quarantine import Marks
 from worker.queue_links import QueueLinks
+from worker.queue_metrics import QueueMetrics
 from worker.streams.errors import ServerError
 from worker.streams.leases import Entry, Loss
 from worker.streams.reply_writer import ReplyStatus, ReplyWriter, compact
@@ -45,18 +45,21 @@ class JobsInFlight:
         self,
         table: JobTable,
         links: QueueLinks,
-        metrics: WorkerMetrics,
+        metrics: QueueMetrics,
         gate: EngineGate,
         *,
         on_room: Callable[[], None],
         recorder: TraceRecorder | None = None,
+        stops_unheard: bool = True,
     ) -> None:
+        """`stops_unheard`: a job whose reply is gone stops; else it runs to its end, though nobody hears of it."""
         self._table = table
         self._links = links
         self._metrics = metrics
         self._gate = gate
         self._on_room = on_room
         self._recorder = recorder
+        self._stops_unheard = stops_unheard
         self._closed: asyncio.Queue[Job] = asyncio.Queue()
         self.engine: EngineSupervisor | None = None
         self.names = WorkerNames("", "", "")
@@ -68,7 +71,7 @@ class JobsInFlight:
         now_ms = self._links.clock.now_ms()
         for output in report.outputs:
             job = self._table.by_seq_id(output.seq_id)
-            if job is None:  # it ended here before the engine heard of it
+            if job is None:  # another queue's, or it ended here before the engine heard of it
                 continue
             if job.envelope.is_expired(now_ms):
                 self.end(job, deadline_exceeded("running"))
@@ -80,8 +83,6 @@ class JobsInFlight:
                 self._gate.leave(job)
             elif output.new_token_ids:
                 self._gate.on_tokens(job)
-        self._gate.on_step()
-        self._metrics.observe_scheduler(report.stats, report.times.num_steps)
 
     def _observe_tokens(self, job: Job, num_tokens: int, now_ms: int) -> None:
         times = job.times
@@ -163,6 +164,9 @@ class JobsInFlight:
         job = self._table.by_writer(writer)
         if job is None:
             return
+        if writer.status is ReplyStatus.ABANDONED and not (self._stops_unheard or job.is_over):
+            log.info("job_goes_on_unheard", request_id=job.envelope.id)
+            return
         self._gate.leave(job)
         if writer.status is ReplyStatus.FENCED:
             self._forget(job)
@@ -187,12 +191,17 @@ class JobsInFlight:
         while True:
             job = await self._closed.get()
             finished_ms = job.times.finished_ms or self._links.clock.now_ms()
-            record = {"finished": str(finished_ms), "usage": compact(job.usage())}
+            usage = job.usage()
+            record = {"finished": str(finished_ms), "usage": compact(usage)}
             status = await self._settle(job, record)
             if status == SettleStatus.UNENDED:  # it comes again, to whoever takes it
                 log.warning("reply_end_lost", request_id=job.envelope.id)
                 self._remove(job)
                 continue
+            num_computed = usage["prompt_tokens"] + usage["completion_tokens"] if job.choices is not None else 0
+            await self._links.admission.ended(job.envelope, num_computed)
+            if job.choices is not None:
+                self._links.oldest.rate.count()
             self._count(job, finished_ms)
             if self._recorder is not None:
                 self._recorder.record(job, finished_ms)
@@ -222,6 +231,8 @@ class JobsInFlight:
         """
         self._gate.leave(job)
         await self._links.replies.drained(job.writer)
+        if job.writer.status is ReplyStatus.ABANDONED:
+            self.end(job, JobError(ErrorCode.ABANDONED, "its reply was deleted: a peer can't go on with it"))
         if job.writer.status is not ReplyStatus.LIVE:
             return
         if await self._links.outcomes.hand_over(job.envelope) is SettleStatus.GONE:

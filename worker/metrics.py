@@ -4,29 +4,32 @@ Engine numbers arrive as snapshots (`SchedulerStats`) whose counters are totals 
 went down means a new engine, whose whole total is new.
 """
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from collections.abc import Sequence
 
-from scheduler.output import SchedulerStats, SequenceStats
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info
+
+from scheduler.output import SchedulerStats
 from worker.engine_end import EngineEnd
-from worker.errors import ErrorCode
-
-# Seconds. From a fast GPU's first token to a long queue; a bucket edge every factor of two to two and a half.
-_LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 600.0)
-_INTER_TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 10.0)
+from worker.queue_metrics import JobMetrics, QueueMetrics
 
 _BLOCK_STATES = ("used", "cached", "free")
 
 
 class WorkerMetrics:
-    """Owner of a worker's metrics. Cheap enough to be called at every step."""
+    """Owner of a worker's metrics: of its engine, and of each queue. Cheap enough to be called at every step."""
 
-    def __init__(self, *, worker_id: str, queue: str, model: str, version: str) -> None:
+    def __init__(self, *, worker_id: str, queues: Sequence[str], model: str, version: str) -> None:
         self.registry = CollectorRegistry()
         self._totals: dict[tuple[Counter, tuple[str, ...]], float] = {}
         info = Info("pagemill_worker", "Which worker this is.", registry=self.registry)
-        info.info({"worker_id": worker_id, "queue": queue, "model": model, "version": version})
+        info.info({"worker_id": worker_id, "queue": ",".join(queues), "model": model, "version": version})
         self._make_engine_metrics()
-        self._make_job_metrics()
+        jobs = JobMetrics(self.registry)
+        self._queues = {queue: QueueMetrics(jobs, queue) for queue in queues}
+
+    def of_queue(self, queue: str) -> QueueMetrics:
+        """The metrics of one queue's jobs."""
+        return self._queues[queue]
 
     def _make_engine_metrics(self) -> None:
         self._running = self._gauge("pagemill_sequences_running", "Sequences in the running batch.")
@@ -81,23 +84,6 @@ class WorkerMetrics:
         for state in _BLOCK_STATES:
             self._blocks.labels(state)
 
-    def _make_job_metrics(self) -> None:
-        self._held = self._gauge("pagemill_jobs_held", "Jobs that this worker has taken and not settled.")
-        self._jobs = self._counter("pagemill_jobs", "Settled jobs: `ok`, `cancelled`, or the error code.", "outcome")
-        self._tokens = self._counter(
-            "pagemill_tokens", "Tokens of settled jobs: prompt, generated, and cached (part of prompt).", "kind"
-        )
-        for kind in ("prompt", "generated", "cached"):
-            self._tokens.labels(kind)
-        for outcome in ("ok", str(ErrorCode.POISON)):
-            self._jobs.labels(outcome)
-        self._queue_time = self._histogram("pagemill_queue_seconds", "From XADD to the job's first step.")
-        self._first_token = self._histogram("pagemill_first_token_seconds", "From XADD to the first token's event.")
-        self._inter_token = self._histogram(
-            "pagemill_inter_token_seconds", "Between two tokens of one reply.", _INTER_TOKEN_BUCKETS
-        )
-        self._job_time = self._histogram("pagemill_job_seconds", "From XADD to the terminal event.")
-
     def observe_scheduler(self, stats: SchedulerStats, num_steps: int) -> None:
         """Take over a snapshot; `num_steps` is the engine's total of steps."""
         self._running.set(stats.num_running)
@@ -145,35 +131,6 @@ class WorkerMetrics:
         """Jobs that run alone or wait for it, now."""
         self._suspects.set(count)
 
-    def set_jobs_held(self, count: int) -> None:
-        """Jobs taken and not yet settled, now."""
-        self._held.set(count)
-
-    def job_settled(self, outcome: str, job_s: float | None = None, stats: SequenceStats | None = None) -> None:
-        """Count a job: `outcome` is `ok` or an error code, `job_s` the seconds since its XADD.
-
-        `stats` is what its sequence cost, where it got as far as the engine.
-        """
-        self._jobs.labels(outcome).inc()
-        if job_s is not None:
-            self._job_time.observe(max(0.0, job_s))
-        if stats is not None:
-            self._tokens.labels("prompt").inc(stats.num_prompt_tokens)
-            self._tokens.labels("generated").inc(stats.num_generated_tokens)
-            self._tokens.labels("cached").inc(stats.num_cached_tokens)
-
-    def first_scheduled(self, queue_s: float) -> None:
-        """A job's first step began `queue_s` seconds after its XADD. Clocks may differ: below 0 counts as 0."""
-        self._queue_time.observe(max(0.0, queue_s))
-
-    def first_token(self, seconds: float) -> None:
-        """A job's first token came `seconds` after its XADD."""
-        self._first_token.observe(max(0.0, seconds))
-
-    def inter_token(self, seconds: float) -> None:
-        """A further token came `seconds` after the one before it."""
-        self._inter_token.observe(max(0.0, seconds))
-
     def _follow(self, counter: Counter, total: float, *labels: str) -> None:
         """Raise `counter` by what `total` gained since the last snapshot."""
         key = (counter, labels)
@@ -186,6 +143,3 @@ class WorkerMetrics:
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS) -> Histogram:
-        return Histogram(name, text, buckets=buckets, registry=self.registry)

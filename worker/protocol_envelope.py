@@ -14,6 +14,8 @@ NAME = re.compile(rb"[A-Za-z0-9_-]{1,64}")
 MAX_TIME_MS = 2**53 - 1
 MAX_TTL_MS = 10 * 365 * 24 * 3600 * 1000
 MAX_PRIORITY = 1_000_000
+# An entry whose id lies further ahead of the server's clock was typed so.
+FUTURE_MS = 1000
 # Needed before anything is decoded, so they stay flat beside a `payload`.
 ENVELOPE_FIELDS = frozenset(
     b"id v tenant priority idempotency_key ttl_ms deadline_ms result_ttl_ms prompt_ref traceparent tracestate".split()
@@ -113,6 +115,21 @@ def parse_envelope(
     )
 
 
+def waiting_limits(lane: str, entry_id: str, fields: RawFields, now_ms: int) -> tuple[str, int | None]:
+    """Id and deadline of a job that waits, as `parse_envelope` finds them; nothing else of it is looked at.
+
+    Its time has not begun where its entry's id was typed and lies in the future.
+    """
+    ignored: list[JobError] = []
+    is_id_malformed = b"id" in fields and not NAME.fullmatch(fields[b"id"])
+    job_id = _job_id(lane, entry_id, fields, is_id_malformed, ignored)
+    if not (b"ttl_ms" in fields or b"deadline_ms" in fields):
+        return job_id, None
+    is_typed = int(entry_id.partition("-")[0]) > now_ms + FUTURE_MS and b"ttl_ms" in fields
+    deadline_ms = _deadline(entry_id, _EnvelopeValues(fields, ignored), fields, now_ms, ignored)
+    return job_id, None if is_typed else deadline_ms
+
+
 def digest_of(fields: RawFields) -> str:
     """SHA-256 of what makes two sends the same job: all fields as they are, but for what a resend may change."""
     digest = hashlib.sha256()
@@ -123,6 +140,11 @@ def digest_of(fields: RawFields) -> str:
             digest.update(name)
             digest.update(value)
     return digest.hexdigest()
+
+
+def id_of_key(tenant: bytes, key: bytes) -> str:
+    """The id of a job that has an `idempotency_key` and no `id`."""
+    return hashlib.sha256(tenant + b"\0" + key).hexdigest()[:32]
 
 
 class _EnvelopeValues:
@@ -163,7 +185,7 @@ def _job_id(lane: str, entry_id: str, fields: RawFields, is_id_malformed: bool, 
         return fields[b"id"].decode()
     key = fields.get(b"idempotency_key")
     if key:
-        return hashlib.sha256(fields.get(b"tenant", b"") + b"\0" + key).hexdigest()[:32]
+        return id_of_key(fields.get(b"tenant", b""), key)
     if key is not None:
         errors.append(bad_request("idempotency_key is empty: give it a value, or leave it out"))
     return f"{lane}-{entry_id}"

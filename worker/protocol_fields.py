@@ -18,7 +18,8 @@ MAX_INT = 2**63 - 1
 MAX_LABEL_CHARS = 128
 ROLES = ("system", "developer", "user", "assistant")
 
-_INT = re.compile(r"-?[0-9]{1,19}")
+# However long, so that a number out of range is told as that; Python reads no more than 4300 digits.
+_INT = re.compile(r"-?[0-9]{1,4000}")
 _FLOAT = re.compile(r"-?([0-9]{1,32}(\.[0-9]{0,32})?|\.[0-9]{1,32})([eE][+-]?[0-9]{1,3})?")
 _TRUE = frozenset({"1", "true"})
 _FALSE = frozenset({"0", "false"})

@@ -1,61 +1,53 @@
-"""The service process of a worker: takes jobs from the queue, feeds the engine, streams what it brings to the replies.
+"""The service process of a worker: takes jobs from its queues, feeds the engine, streams what it brings to the replies.
 
-    source ──► Intake ──► engine ──► JobsInFlight ──► Replies (one pipeline a step) ──► terminal event ──► settle
+    for each queue   source ──► Intake ──┐              ┌──► JobsInFlight ──► Replies ──► terminal event ──► settle
+                                         ├──► engine ──►┤    (one pipeline a step)
+    for each queue   source ──► Intake ──┘              └──► JobsInFlight ──► …
 
-Shutdown, in this order: stop taking jobs; let running ones finish within the grace period; write what is gathered
-and hand the rest to a peer; leave the registry; end the engine; close the connections. A second signal ends the
-waiting.
+What serves one queue is in `ServedQueue`; `JobTaking` shares the room among them. Shutdown, in this order: stop taking
+jobs; let running ones finish within the grace period; write what is gathered and hand the rest to a peer; leave the
+registry; end the engine; close the connections. A second signal ends the waiting.
 """
 
 import asyncio
 import contextlib
-import os
-import secrets
-import signal
-import socket
-import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from importlib.metadata import version as distribution_version
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from model.errors import ModelError
-from model.loader import load_config
-from model.tokenizer import Tokenizer
 from worker.engine_client import EngineClient, InProcessEngine, ProcessEngine, ProgressCallback
 from worker.engine_config import EngineConfig, EngineInfo
+from worker.engine_feed import EngineFeed
 from worker.engine_gate import EngineGate
+from worker.engine_settings import engine_config
 from worker.engine_supervisor import EngineSupervisor
 from worker.errors import StartupError
-from worker.http_status import Health, StatusServer
-from worker.intake import Intake, ServedModel
-from worker.job import Job, WorkerNames
-from worker.job_table import JobTable
-from worker.jobs_in_flight import JobsInFlight
+from worker.health import WorkerHealth
+from worker.http_status import StatusServer
+from worker.intake import ServedModel
+from worker.job import WorkerNames
+from worker.job_taking import JobTaking
+from worker.liveness import Liveness
 from worker.metrics import WorkerMetrics
-from worker.queue_links import QueueLinks
+from worker.parts import Parts
+from worker.served_queue import ServedQueue
 from worker.settings import Settings, served_name
-from worker.streams.connection import Backoff, check_server
-from worker.streams.errors import ServerError, StreamsError
-from worker.streams.leases import Entry
+from worker.shutdown import num_held, shut_down
+from worker.signals import signals_call
+from worker.streams.errors import StreamsError
+from worker.streams.lease_keeper import LeaseKeeper
+from worker.streams.server_check import check_server
+from worker.text_side import load_text_side
 from worker.trace_recorder import TraceRecorder
-from worker.watch import Watch
+from worker.worker_id import new_worker_id
 
 log = structlog.get_logger(__name__)
-
-# Longest that a worker without room sleeps before it looks again at what waits in the queue.
-NO_ROOM_S = 1.0
-# At the end: time to write what is gathered and to give unfinished jobs to a peer.
-HAND_OVER_S = 10.0
-# At the end: how long a part that was cancelled may take before it is cancelled again.
-CANCEL_AGAIN_S = 1.0
-# Names of the tasks that take entries in begin with this.
-ACCEPT = "accept "
-# What a start brings: where jobs are handled, and the parts that run beside it.
-Started = tuple[Intake, list["asyncio.Task[None]"]]
 
 MakeEngine = Callable[[EngineConfig, ProgressCallback | None], EngineClient]
 """Makes an engine that isn't started yet: the first one, and each that replaces a dead one."""
@@ -66,7 +58,7 @@ class ServiceInfo:
     """What a service that stands tells whoever started it. `metrics_url` is None where no port was asked for."""
 
     worker_id: str
-    queue: str
+    queues: tuple[str, ...]
     redis_version: str
     engine: EngineInfo
     metrics_url: str | None
@@ -79,11 +71,12 @@ class Service:
         self,
         settings: Settings,
         *,
+        model_path: Path | None = None,
         progress: ProgressCallback | None = None,
         make_engine: MakeEngine | None = None,
         on_stop: Callable[[int, bool], None] | None = None,
     ) -> None:
-        """`settings.model` is the checkpoint's path and `settings.redis_url` the server to work with.
+        """`settings.redis_url` is the server to work with, `model_path` the checkpoint (`settings.model`).
 
         `make_engine` is the kind of engine that `settings.engine_mode` names, where it is left out. `on_stop` is called
         with the number of jobs held as soon as the service is told to stop, and with True beside it when it is told not
@@ -93,39 +86,61 @@ class Service:
             raise StartupError("no Redis to work with: set redis_url")
         self._settings = settings
         self._url = settings.redis_url.get_secret_value()
-        self._worker_id = f"{safe_name(socket.gethostname())}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._version = distribution_version("pagemill")
-        self._started_ms = int(time.time() * 1000)
-        self._table = JobTable()
-        self._metrics = WorkerMetrics(
-            worker_id=self._worker_id, queue=settings.queue, model=settings.queue, version=self._version
-        )
-        self._room = asyncio.Event()
+        self._model_path = Path(settings.model) if model_path is None else model_path
+        self._model = served_name(settings.model)
+        self._worker_id = new_worker_id()
         self._on_stop = on_stop
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._links = QueueLinks.make(settings, self._url, self._worker_id, model=settings.queue)
-        recorder = None if settings.record_trace is None else TraceRecorder(settings.record_trace)
-        self._gate = EngineGate(self._metrics, on_up=self._room.set)
-        self._jobs = JobsInFlight(
-            self._table, self._links, self._metrics, self._gate, on_room=self._room.set, recorder=recorder
+        # Set whenever there may be room for a job, or another reason to look anew.
+        self._room = asyncio.Event()
+        self._parts = Parts(self._stop_now)
+        self._metrics = WorkerMetrics(
+            worker_id=self._worker_id, queues=settings.queues, model=self._model, version=version("pagemill")
         )
-        self._links.leases.on_loss = self._jobs.on_loss
-        config = engine_config(settings)
+        self._gate = EngineGate(self._metrics, on_up=self._room.set)
+        self._queues = self._make_queues()
+        feed = EngineFeed(self._queues, self._gate, self._metrics)
+        config = engine_config(settings, self._model_path)
         if make_engine is None:
             make_engine = ProcessEngine if settings.engine_mode == "process" else InProcessEngine
         self._engine = EngineSupervisor(
             lambda told: make_engine(config, told),
-            on_report=self._jobs.on_report,
+            on_report=feed.on_report,
             on_death=self._gate.on_death,
             on_restart=self._gate.on_restart,
             watchdog_s=settings.watchdog_s,
             progress=progress,
         )
-        self._jobs.engine = self._gate.engine = self._engine
-        self._watch = Watch(self._table, self._jobs, self._links, on_config=self._room.set)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._failure: BaseException | None = None
+        self._gate.engine = self._engine
+        self._liveness = Liveness(
+            settings.watchdog_s,
+            has_work=lambda: any(queue.table.num_in_engine for queue in self._queues),
+            seconds_since_step=self._engine.seconds_since_step,
+        )
+        self._health = WorkerHealth(
+            settings, self._engine, self._queues, self._gate, self._liveness, is_stopping=self._stop.is_set
+        )
+
+    def _make_queues(self) -> list[ServedQueue]:
+        settings = self._settings
+        recorder = None if settings.record_trace is None else TraceRecorder(settings.record_trace)
+        return [
+            ServedQueue(
+                queue,
+                settings,
+                self._url,
+                self._worker_id,
+                self._parts,
+                self._metrics.of_queue(queue),
+                self._gate,
+                model=self._model,
+                recorder=recorder,
+                on_change=self._room.set,
+                on_drain=self._drain,
+            )
+            for queue in settings.queues
+        ]
 
     # Life.
 
@@ -138,18 +153,27 @@ class Service:
         structlog.contextvars.bind_contextvars(worker_id=self._worker_id, queue=self._settings.queue)
         with signals_call(self.stop):
             await self._serve(ready)
-        if self._failure is not None:
-            raise self._failure
+        if self._parts.failure is not None:
+            raise self._parts.failure
 
     def stop(self) -> None:
         """Stop taking jobs and end once the running ones are done; called again: end now."""
         is_again = self._stop.is_set()
         if self._on_stop is not None and not self._hurry.is_set():
-            self._on_stop(len(self._links.leases), is_again)
+            self._on_stop(num_held(self._queues), is_again)
         if is_again:
             self._hurry.set()
         self._stop.set()
         self._room.set()
+
+    def _drain(self) -> None:
+        """An operator's stop, which hurries nothing where another came before."""
+        if not self.is_stopping:
+            self.stop()
+
+    def _stop_now(self) -> None:
+        self.stop()
+        self._hurry.set()
 
     @property
     def is_stopping(self) -> bool:
@@ -159,39 +183,69 @@ class Service:
     async def _serve(self, ready: Callable[[ServiceInfo], None] | None) -> None:
         with contextlib.ExitStack() as closing:
             try:
-                started = await self._unless_stopped(self._start(ready, closing))
-                if started is None:
+                if not await self._unless_stopped(self._start(ready, closing)):
                     log.info("worker_stopped_while_it_started")
                     return
-                intake, background = started
-                await self._take_jobs(intake)
-                await self._shut_down(background)
+                await self._take_jobs()
+                grace_s = self._settings.shutdown_grace_s
+                await shut_down(self._queues, self._gate, grace_s=grace_s, room=self._room, hurry=self._hurry)
             except StreamsError as error:
                 raise StartupError(f"Redis failed while the worker started: {error}") from error
             finally:
                 await self._close()
 
-    async def _unless_stopped(self, start: Coroutine[Any, Any, Started]) -> Started | None:
-        """What `start` answers; None, and `start` called off, if the worker is told to stop before."""
+    async def _take_jobs(self) -> None:
+        taking = JobTaking(
+            self._queues,
+            self._parts,
+            self._room,
+            # Without an engine there is no room: what waits is as well off in the queue, where a peer may take it.
+            num_seats=lambda: self._settings.max_num_seqs if self._engine.is_up else 0,
+            lease_ms=self._settings.lease_ms,
+        )
+        await taking.run(self._stop)
+
+    async def _unless_stopped(self, start: Coroutine[Any, Any, None]) -> bool:
+        """Whether `start` came to its end; it is called off if the worker is told to stop before."""
         starting, stopping = asyncio.create_task(start), asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            return starting.result() if starting.done() else None
+            if not starting.done():
+                return False
+            starting.result()
+            return True
         finally:
             for task in (starting, stopping):
                 task.cancel()
             await asyncio.wait({starting, stopping})
 
-    async def _start(self, ready: Callable[[ServiceInfo], None] | None, closing: contextlib.ExitStack) -> Started:
+    async def _close(self) -> None:
+        await self._parts.end()
+        await self._engine.close()
+        for queue in self._queues:
+            await queue.close()
+
+    # Start.
+
+    async def _start(self, ready: Callable[[ServiceInfo], None] | None, closing: contextlib.ExitStack) -> None:
         """Everything up to where jobs are taken; what `closing` gets is closed last."""
-        redis_version = await check_server(self._url)
+        redis_version = ""
+        for queue in self._queues:
+            redis_version = await check_server(self._url, queue.name, queue.links.health)
         status = self._start_status_server()
         if status is not None:
             closing.callback(status.close)
-        info, intake = await self._start_engine()
-        await self._links.clock.sync(self._links.commands)
-        await self._links.source.ensure_groups()
-        background = self._start_background()
+        info = await self._start_engine()
+        for queue in self._queues:
+            await queue.prepare()
+        self._health.started_ms = self._queues[0].links.clock.now_ms()
+        self._parts.spawn("engine", self._engine.follow())
+        self._parts.spawn("gate", self._gate.run())
+        self._parts.spawn("liveness", self._liveness.run())
+        held = [(queue.links.leases, queue.links.leasing) for queue in self._queues]
+        self._parts.spawn("leases", LeaseKeeper(held, self._liveness.is_well).run())
+        for queue in self._queues:
+            queue.start_parts(beat=partial(self._health.beat, queue))
         url = None if status is None else f"http://{self._settings.metrics_host}:{status.port}"
         log.info(
             "worker_ready",
@@ -204,13 +258,11 @@ class Service:
             metrics_url=url,
         )
         if ready is not None:
-            ready(ServiceInfo(self._worker_id, self._settings.queue, redis_version, info, url))
-        return intake, background
+            ready(ServiceInfo(self._worker_id, self._settings.queues, redis_version, info, url))
 
-    async def _start_engine(self) -> tuple[EngineInfo, Intake]:
+    async def _start_engine(self) -> EngineInfo:
         """Start the engine, and read the tokenizer meanwhile."""
-        path = Path(self._settings.model)
-        loading = asyncio.create_task(asyncio.to_thread(load_text_side, path))
+        loading = asyncio.create_task(asyncio.to_thread(load_text_side, self._model_path))
         try:
             info = await self._engine.start()
             tokenizer, eos_token_ids = await loading
@@ -218,243 +270,21 @@ class Service:
             raise StartupError(str(error)) from error
         finally:
             loading.cancel()
-        names = WorkerNames(self._worker_id, self._settings.queue, info.fingerprint)
-        self._jobs.names = names
         served = ServedModel(
-            model_names=frozenset({self._settings.queue, served_name(self._settings.model)}),
+            model_names=frozenset({self._model}),
             tokenizer=tokenizer,
             info=info,
             eos_token_ids=eos_token_ids,
-            names=names,
+            names=WorkerNames(self._worker_id, self._model, info.fingerprint),
         )
-        intake = Intake(
-            self._links,
-            self._table,
-            served,
-            wait_turn=self._jobs.wait_turn,
-            enter_engine=self._jobs.enter_engine,
-            on_closed=self._jobs.on_closed,
-            max_wait_s=self._settings.lease_ms / 6000,
-        )
-        return info, intake
-
-    def _start_background(self) -> list["asyncio.Task[None]"]:
-        parts: dict[str, Coroutine[Any, Any, None]] = {
-            "engine": self._engine.follow(),
-            "replies": self._links.replies.run(),
-            "leases": self._links.leases.run(lambda: not self._is_hung()),
-            "gate": self._gate.run(),
-            "settling": self._jobs.settle_closed(),
-            "registry": self._links.registry.run(self._beat),
-            "control": self._watch.follow_control(),
-            "watch": self._watch.watch_jobs(),
-        }
-        return [self._spawn(name, part) for name, part in parts.items()]
-
-    def _spawn(self, name: str, part: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Run a part; if it fails, the whole worker stops and says so."""
-        task = asyncio.create_task(part, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
-        return task
-
-    def _on_task_done(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        log.error("worker_part_failed", part=task.get_name(), exc_info=error)
-        self._failure = self._failure or error
-        self.stop()
-        self._hurry.set()
-
-    # Taking jobs.
-
-    async def _take_jobs(self, intake: Intake) -> None:
-        """Read entries while there is room, each handled by a task of its own, until the worker is told to stop."""
-        backoff = Backoff(self._settings.lease_ms / 6000)
-        while not self._stop.is_set():
-            try:
-                # Without an engine there is no room: a peer has one, or what waits is as well off in the queue.
-                room = self._settings.max_num_seqs - len(self._links.leases) if self._engine.is_up else 0
-                if self._watch.is_paused or room <= 0:
-                    entries = await self._without_room()
-                else:
-                    entries = await self._links.source.take(room)
-                backoff.reset()
-            except StreamsError as error:
-                log.warning("queue_unread", error=str(error))
-                await backoff.wait()
-                continue
-            for entry in entries:
-                self._spawn(f"{ACCEPT}{entry.lane}/{entry.entry_id}", intake.accept(entry))
-            self._metrics.set_jobs_held(len(self._links.leases))
-
-    async def _without_room(self) -> list[Entry]:
-        """Wait for room; once a second, take what needs none: jobs that are overdue or called off."""
-        self._room.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(NO_ROOM_S):
-                await self._room.wait()
-            return []
-        return await self._links.oldest.look()
-
-    # What others see.
-
-    def _beat(self) -> dict[str, str | int | float]:
-        report = self._engine.last_report
-        stats = None if report is None else report.stats
-        used = 0 if stats is None else stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks
-        return {
-            "model": self._settings.queue,
-            "version": self._version,
-            "slots": self._settings.max_num_seqs,
-            "held": len(self._links.leases),
-            "running": 0 if stats is None else stats.num_running,
-            "waiting": 0 if stats is None else stats.num_waiting,
-            "kv_use": 0.0 if stats is None else round(used / stats.num_blocks, 4),
-            "suspects": self._gate.num_suspects,
-            "draining": int(self._stop.is_set()),
-            "started": self._started_ms,
-        }
-
-    def _is_hung(self) -> bool:
-        """Whether the engine has work and has not finished a step for longer than the watchdog allows."""
-        return self._table.num_in_engine > 0 and self._engine.seconds_since_step() > self._settings.watchdog_s
+        for queue in self._queues:
+            queue.use_engine(self._engine, served)
+        return info
 
     def _start_status_server(self) -> StatusServer | None:
-        settings = self._settings
+        settings, health = self._settings, self._health
         if settings.metrics_port is None:
             return None
         return StatusServer(
-            settings.metrics_host, settings.metrics_port, self._metrics.registry, self._alive, self._ready
+            settings.metrics_host, settings.metrics_port, self._metrics.registry, health.alive, health.ready
         )
-
-    def _alive(self) -> Health:
-        if self._is_hung():
-            return Health(False, f"no step for {self._engine.seconds_since_step():.0f} s while jobs run")
-        return Health(True)
-
-    def _ready(self) -> Health:
-        if self._stop.is_set():
-            return Health(False, "draining")
-        if not self._engine.is_up:
-            return Health(False, "the engine is starting")
-        if not self._links.is_connected:
-            return Health(False, "no connection to Redis")
-        return self._alive()
-
-    # Shutdown.
-
-    async def _shut_down(self, background: list["asyncio.Task[None]"]) -> None:
-        """Let jobs finish, then hand over what is left; leases and replies are served until the last of them."""
-        grace_s = self._settings.shutdown_grace_s
-        log.info("worker_stopping", num_jobs=len(self._links.leases), grace_s=grace_s)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await self._until_empty(self._hurry)
-        with contextlib.suppress(TimeoutError, StreamsError):
-            async with asyncio.timeout(HAND_OVER_S):
-                self._gate.stop()
-                await asyncio.gather(*(task for task in self._tasks if task.get_name().startswith(ACCEPT)))
-                for job in self._table:
-                    await self._hand_over(job)
-                await self._until_empty(asyncio.Event())
-        with contextlib.suppress(TimeoutError, StreamsError):
-            async with asyncio.timeout(HAND_OVER_S):
-                await self._links.registry.leave()
-        log.info("worker_stopped", num_jobs_left=len(self._links.leases))
-        for task in background:
-            task.cancel()
-
-    async def _hand_over(self, job: Job) -> None:
-        """Give a job to a peer; where that fails, its lease runs out, and the others are handed over all the same."""
-        if job.is_over:
-            return
-        try:
-            await self._jobs.hand_over(job)
-        except ServerError as error:
-            log.error("hand_over_failed", request_id=job.envelope.id, error=str(error))
-            self._links.leases.release(job.entry.key)
-
-    async def _until_empty(self, enough: asyncio.Event) -> None:
-        """Wait until no job is held any more, or until `enough` is set."""
-        waiting = asyncio.create_task(enough.wait())
-        try:
-            while len(self._links.leases) and not enough.is_set():
-                self._room.clear()
-                room = asyncio.create_task(self._room.wait())
-                await asyncio.wait({room, waiting}, return_when=asyncio.FIRST_COMPLETED)
-                room.cancel()
-        finally:
-            waiting.cancel()
-
-    async def _close(self) -> None:
-        # A library's task may swallow a cancellation (asyncio.wait_for does on Python 3.11): ask again until all ended.
-        while self._tasks:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.wait(tuple(self._tasks), timeout=CANCEL_AGAIN_S)
-        await self._engine.close()
-        await self._links.close()
-
-
-def engine_config(settings: Settings) -> EngineConfig:
-    """What the settings say of the engine."""
-    return EngineConfig(
-        model_path=settings.model,
-        cache_dir=str(settings.cache_dir),
-        device=settings.device,
-        dtype=settings.dtype,
-        max_model_len=settings.max_model_len,
-        block_size=settings.block_size,
-        num_kv_blocks=settings.num_kv_blocks,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        swap_space_gib=settings.swap_space_gib,
-        num_swap_blocks=settings.num_swap_blocks,
-        preemption_mode=settings.preemption_mode,
-        write_behind_mib=settings.write_behind_mib,
-        swap_step_mib=settings.swap_step_mib,
-        deterministic=settings.deterministic,
-        scheduling_policy=settings.scheduling_policy,
-        scheduler_delay_factor=settings.scheduler_delay_factor,
-        target_itl_ms=settings.target_itl_ms,
-        num_threads=settings.num_threads,
-        check_invariants=settings.check_invariants,
-    )
-
-
-def load_text_side(path: Path) -> tuple[Tokenizer, frozenset[int]]:
-    """Tokenizer and end-of-sequence ids of a checkpoint. Raises ModelError."""
-    tokenizer = Tokenizer.from_checkpoint(path)
-    return tokenizer, frozenset(load_config(path).eos_token_ids) | frozenset(tokenizer.eos_token_ids)
-
-
-def safe_name(hostname: str) -> str:
-    """A host's name, cut and made to fit a consumer's name."""
-    return "".join(char if char.isascii() and (char.isalnum() or char in "_.-") else "-" for char in hostname[:32])
-
-
-@contextlib.contextmanager
-def signals_call(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM, SIGINT and SIGHUP call `stop` inside the block; what handled them before does so again after it.
-
-    SIGHUP stays ignored where it was, under nohup for instance. Outside the main thread nothing is changed.
-    """
-    loop = asyncio.get_running_loop()
-    former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    if former[signal.SIGHUP] is signal.SIG_IGN:
-        del former[signal.SIGHUP]
-    handled = []
-    for number in former:
-        with contextlib.suppress(ValueError, RuntimeError):
-            loop.add_signal_handler(number, stop)
-            handled.append(number)
-    try:
-        yield
-    finally:
-        for number in handled:
-            loop.remove_signal_handler(number)
-            signal.signal(number, former[number])

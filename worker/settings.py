@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import platformdirs
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from scheduler.errors import InvalidConfigError
 from scheduler.policy_names import DEFAULT_POLICY, parse_policy
 from worker.engine_config import BLOCK_SIZES
 from worker.errors import StartupError
+from worker.lane_weights import DEFAULT_LANE_WEIGHTS, parse_lane_weights
 from worker.settings_words import ENV_PREFIX, env_name, problem_line
 
 DEMO_MODEL = "smollm2"
@@ -26,7 +27,15 @@ DEMO_MODEL = "smollm2"
 BATCHED_TOKENS_CUDA = 6144
 BATCHED_TOKENS_CPU = 512
 NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"
-REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+REDIS_SCHEMES = (
+    "redis://",
+    "rediss://",
+    "unix://",
+    "redis+sentinel://",
+    "rediss+sentinel://",
+    "redis+cluster://",
+    "rediss+cluster://",
+)
 
 _MIB = 2**20
 _HOUR_MS = 3_600_000
@@ -58,14 +67,22 @@ def _redis_url(value: SecretStr) -> SecretStr:
     return value
 
 
-def _lane_weights(value: Any) -> Any:
-    """`8:4:1` as three numbers; anything else is passed on for pydantic to judge."""
-    if not isinstance(value, str):
-        return value
-    parts = value.split(":")
-    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
-        raise ValueError("use three whole numbers as high:normal:low, like 8:4:1")
-    return tuple(int(part) for part in parts)
+def _lane_weights(value: str) -> str:
+    parse_lane_weights(value)
+    return value.strip()
+
+
+def _queues(value: str) -> str:
+    """Names with commas between them, without the spaces that were there."""
+    names = [name.strip() for name in value.split(",")]
+    for name in names:
+        if not re.fullmatch(NAME_PATTERN, name):
+            which = "" if len(names) == 1 else f"{name[:80]!r} is no name of a queue: "
+            raise ValueError(f"{which}use 1 to 64 letters, digits, `_`, `.` or `-`")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(twice)} is there more than once: name each queue once")
+    return ",".join(names)
 
 
 def _shown(text: str) -> dict[str, Any]:
@@ -73,7 +90,6 @@ def _shown(text: str) -> dict[str, Any]:
     return {"shown_default": text}
 
 
-Weight = Annotated[int, Field(ge=1, le=1000)]
 Folder = Annotated[Path, AfterValidator(Path.expanduser)]
 # A text among the annotations is the word for what is accepted.
 TraceFile = Annotated[Path, AfterValidator(Path.expanduser), "file"]
@@ -94,14 +110,14 @@ class Settings(BaseSettings):
 
     model: str = Field(default=DEMO_MODEL, min_length=1)
     """The model to serve: a folder with config.json and safetensors, a GGUF file, or `smollm2`, the demo model."""
-    queue: str = Field(
+    queue: Annotated[str, AfterValidator(_queues), "name[,name...]"] = Field(
         default_factory=lambda data: served_name(data["model"]),
-        pattern=NAME_PATTERN,
         json_schema_extra=_shown("the model's name"),
     )
-    """Name of the queue that jobs are taken from: letters, digits, `_`, `.` and `-`, at most 64."""
+    """Queue that jobs are taken from, or several, which share the worker fairly: letters, digits, `_`, `.`, `-`."""
     redis_url: Annotated[SecretStr, AfterValidator(_redis_url)] | None = None
-    """Redis or Valkey to work with (`redis://`, `rediss://` or `unix://`). Without it an embedded Valkey is started."""
+    """Redis or Valkey to work with: `redis://`, `rediss://`, `unix://`, `redis+sentinel://` or `redis+cluster://` \
+(docs/deploying.md). Without it an embedded Valkey is started."""
     embedded: bool = Field(
         default_factory=lambda data: data["redis_url"] is None,
         json_schema_extra=_shown("on without `redis_url`"),
@@ -174,7 +190,7 @@ class Settings(BaseSettings):
     heartbeat_ms: int = Field(default=5_000, ge=100, le=600_000)
     """Milliseconds between two entries in the worker registry; a worker is forgotten after three missed ones."""
     watchdog_s: float = Field(default=60.0, gt=0, le=3600)
-    """Seconds without a step after which a busy engine counts as hung: it is replaced, and its leases are let go."""
+    """Seconds that a busy engine takes no step, or the service no turn, after which its jobs go to a peer."""
     shutdown_grace_s: float = Field(default=30.0, ge=0, le=3600)
     """Seconds that running jobs get to finish when the worker is told to stop."""
     result_ttl_ms: int = Field(default=600_000, ge=1000)
@@ -185,8 +201,12 @@ class Settings(BaseSettings):
     """Milliseconds that an unfinished reply is kept; longer than any outage, and than any finished reply."""
     max_job_bytes: int = Field(default=_MIB, ge=1024, le=256 * _MIB)
     """Largest job: the sum of all its fields, in bytes."""
-    lane_weights: Annotated[tuple[Weight, Weight, Weight], NoDecode, BeforeValidator(_lane_weights)] = (8, 4, 1)
-    """How often the lanes high, normal and low are read, in proportion: `8:4:1`."""
+    max_queue_depth: int = Field(default=0, ge=0, le=10**12)
+    """Most jobs of one lane, waiting and running; beyond it the oldest end with `overloaded`. 0 is no limit."""
+    on_client_gone: Literal["stop", "finish"] = "stop"
+    """What becomes of a job whose reply was deleted or has expired: it stops, or runs to its end unheard."""
+    lane_weights: Annotated[str, AfterValidator(_lane_weights), "number:number:number, strict"] = DEFAULT_LANE_WEIGHTS
+    """Shares of the lanes high, normal and low while all have jobs; with `strict` one starves while those above do."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535, json_schema_extra=_shown("off"))
     """Port of `/metrics`, `/healthz` and `/readyz`. 0 takes any free port."""
@@ -235,6 +255,11 @@ class Settings(BaseSettings):
                 f"num_kv_blocks to {-(-max_model_len // block_size)} or lower max_model_len to {num_slots}"
             )
 
+    @property
+    def queues(self) -> tuple[str, ...]:
+        """The names in `queue`."""
+        return tuple(self.queue.split(","))
+
     def batched_tokens(self, device: str) -> int:
         """The token budget of a step on `device` (`cpu` or `cuda`)."""
         if self.max_num_batched_tokens is not None:
@@ -249,8 +274,6 @@ def shown_default(name: str) -> str:
         return str(field.json_schema_extra["shown_default"])
     if isinstance(field.default, bool):
         return "on" if field.default else "off"
-    if isinstance(field.default, tuple):
-        return ":".join(map(str, field.default))
     if isinstance(field.default, float):
         return f"{field.default:g}"
     return "none" if field.default is None else str(field.default)

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 
 import structlog
@@ -13,6 +14,8 @@ from worker.jobs_in_flight import JobsInFlight
 from worker.queue_links import QueueLinks
 from worker.streams.connection import Backoff
 from worker.streams.errors import ServerError, StreamsError
+from worker.streams.health import tell
+from worker.streams.queue_config import ProblemLog, QueueConfig, parse_config
 from worker.streams.registry import read_config
 
 log = structlog.get_logger(__name__)
@@ -23,14 +26,40 @@ READ_CONFIG_EVERY = 10
 
 
 class Watch:
-    """Ends jobs that are called off or overdue. `is_paused` says whether operators stopped the taking of jobs."""
+    """Ends jobs that are called off or overdue, and passes on what operators set.
 
-    def __init__(self, table: JobTable, jobs: JobsInFlight, links: QueueLinks, on_config: Callable[[], None]) -> None:
+    `on_config` is called when there is a reason to look at what waits, and `on_drain` once, when this worker is named
+    as one to stop.
+    """
+
+    def __init__(
+        self,
+        table: JobTable,
+        jobs: JobsInFlight,
+        links: QueueLinks,
+        *,
+        on_config: Callable[[], None],
+        on_drain: Callable[[], None],
+    ) -> None:
         self._table = table
         self._jobs = jobs
         self._links = links
         self._on_config = on_config
-        self.is_paused = False
+        self._on_drain = on_drain
+        self._is_drained = False
+        self._own_max_depth = links.oldest.max_depth
+        self._own_log_level: int | None = None
+        self._problems = ProblemLog(links.keys.config)
+
+    @property
+    def config(self) -> QueueConfig:
+        """What operators set, as it was last read."""
+        return self._links.admission.config
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether operators stopped the taking of jobs."""
+        return self.config.is_paused
 
     async def watch_jobs(self) -> None:
         """Once a second: deadlines and cancel marks of all jobs held; less often what operators set.
@@ -55,36 +84,57 @@ class Watch:
             try:
                 hints = await self._links.control.read()
             except StreamsError as error:
-                log.warning("control_unread", error=str(error))
+                tell(log, "control_unread", error)
                 await backoff.wait()
                 continue
             backoff.reset()
-            wanted = {hint.job_id for hint in hints if hint.op == "cancel"}
-            await self._check_marks([job for job in self._table if job.envelope.id in wanted and not job.is_over])
+            await self._on_cancels({hint.job_id for hint in hints if hint.op == "cancel"})
             if any(hint.op == "reclaim" for hint in hints):
                 self._links.source.hint_reclaim()
             if any(hint.op == "config" for hint in hints):
                 await self._read_config()
 
+    async def _on_cancels(self, wanted: set[str]) -> None:
+        held = [job for job in self._table if job.envelope.id in wanted]
+        await self._check_marks([job for job in held if not job.is_over])
+        if elsewhere := wanted - {job.envelope.id for job in held}:
+            self._links.oldest.hint_cancel(elsewhere)
+            self._on_config()
+
     async def _check_marks(self, jobs: Sequence[Job]) -> None:
         try:
             marks = await self._links.marks.check([job.envelope.id for job in jobs])
         except StreamsError as error:
-            log.warning("cancel_marks_unread", error=str(error))
+            tell(log, "cancel_marks_unread", error)
             return
         for job in jobs:
             if (reason := marks.get(job.envelope.id)) is not None:
                 self._jobs.end(job, cancelled(reason, "running"))
 
     async def _read_config(self) -> None:
-        """`paused` stops the taking of jobs; `max_depth` sheds the oldest job of a longer lane."""
         try:
-            config = await read_config(self._links.commands, self._links.keys)
+            fields = await read_config(self._links.commands, self._links.keys)
         except StreamsError as error:
             if not (isinstance(error, ServerError) and error.is_wrong_type):  # the registry names such keys
-                log.warning("queue_config_unread", error=str(error))
+                tell(log, "queue_config_unread", error)
             return
-        self.is_paused = config.get("paused", "0") not in ("", "0")
-        depth = config.get("max_depth", "0")
-        self._links.oldest.max_depth = int(depth) if depth.isascii() and depth.isdecimal() and len(depth) < 19 else 0
+        config = parse_config(fields)
+        self._problems.tell(config)
+        if config != self.config:
+            log.info("queue_config_changed", is_paused=config.is_paused, max_depth=config.max_depth)
+        self._links.admission.configure(config)
+        self._links.oldest.max_depth = self._own_max_depth if config.max_depth is None else config.max_depth
+        self._links.source.lanes.use(config.lane_weights)
+        self._set_log_level(config.log_level)
         self._on_config()
+        if self._jobs.names.worker_id in config.drained_workers and not self._is_drained:
+            self._is_drained = True
+            log.info("worker_drained_by_operators")
+            self._on_drain()
+
+    def _set_log_level(self, level: str | None) -> None:
+        """What operators set, or what the process was started with."""
+        root = logging.getLogger()
+        if self._own_log_level is None:
+            self._own_log_level = root.level
+        root.setLevel(self._own_log_level if level is None else level.upper())

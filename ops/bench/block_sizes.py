@@ -8,11 +8,22 @@ from typing import Any, Final
 
 import click
 
-from ops.bench.cli import FULL, BatchList
+from ops.bench.cli import FULL
 from ops.bench.machine import machine_facts
 from ops.bench.measure import num_blocks_for, say
 from ops.bench.ours import Ours
-from ops.bench.parts import CACHE_VARIABLE, cache_folder, checkpoint_path
+from ops.bench.parts import (
+    COUNT,
+    NumberList,
+    alternations_option,
+    by_turns,
+    cache_dir_option,
+    cache_folder,
+    checkpoint_path,
+    model_option,
+    num_threads_option,
+    seed_option,
+)
 from ops.bench.runs import OursRun, percentile, spread
 from ops.bench.workload import BenchRequest, draw_lengths, make_requests, warm_up_lengths
 from ops.tables import print_table
@@ -24,8 +35,6 @@ COLUMNS: Final = (
 )
 REFERENCE: Final = 16
 
-_COUNT = click.IntRange(min=1)
-
 
 @dataclass(frozen=True, slots=True)
 class SizeRun:
@@ -35,15 +44,15 @@ class SizeRun:
     cpu_s: float
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--model", default="smollm2", help="Checkpoint folder, GGUF file, or `smollm2`, the demo model.")
-@click.option("--sizes", type=BatchList(), default="8,16,32,64", help="Tokens in a block; 16 is compared with.")
-@click.option("--batch", type=_COUNT, default=8, help="Sequences in flight at once.")
-@click.option("--num-requests", type=_COUNT, default=16, help="Requests of a run.")
-@click.option("--alternations", type=_COUNT, default=3, help="Runs of each size, by turns.")
-@click.option("--seed", type=int, default=0, help="Decides lengths and ids of all requests.")
-@click.option("--num-threads", type=_COUNT, help="CPU threads of the engine.  [default: one per core]")
-@click.option("--cache-dir", envvar=CACHE_VARIABLE, help="Folder of the demo model and converted weights.")
+@click.command()
+@model_option
+@click.option("--sizes", type=NumberList(), default="8,16,32,64", help="Tokens in a block; 16 is compared with.")
+@click.option("--batch", type=COUNT, default=8, help="Sequences in flight at once.")
+@click.option("--num-requests", type=COUNT, default=16, help="Requests of a run.")
+@alternations_option
+@seed_option
+@num_threads_option
+@cache_dir_option
 def command(sizes: tuple[int, ...], batch: int, **values: Any) -> None:
     """Measure KV use and request rate at several block sizes, by turns, on the bench's workload.
 
@@ -62,14 +71,12 @@ def command(sizes: tuple[int, ...], batch: int, **values: Any) -> None:
         vocab_size = info["vocab_size"]
         side.run(_plain(make_requests(warm_up_lengths(lengths), vocab_size=vocab_size, seed=0, salt=f"warm {size}")))
     runs: dict[int, list[SizeRun]] = {size: [] for size in sizes}
-    for number in range(values["alternations"]):
-        first = number % len(sizes)  # nobody is always the last, should the machine get busier
-        for size in (*sizes[first:], *sizes[:first]):
-            requests = make_requests(lengths, vocab_size=vocab_size, seed=values["seed"], salt=f"{number} {size}")
-            before_s = time.process_time()
-            run = OursRun(**sides[size].run(_plain(requests)))
-            runs[size].append(SizeRun(run, time.process_time() - before_s))
-            say(f"blocks of {size}: {run.wall_s:.1f} s, KV use {run.kv_use:.1%}")
+    for number, size in by_turns(sizes, values["alternations"]):
+        requests = make_requests(lengths, vocab_size=vocab_size, seed=values["seed"], salt=f"{number} {size}")
+        before_s = time.process_time()
+        run = OursRun(**sides[size].run(_plain(requests)))
+        runs[size].append(SizeRun(run, time.process_time() - before_s))
+        say(f"blocks of {size}: {run.wall_s:.1f} s, KV use {run.kv_use:.1%}")
     for side in sides.values():
         side.close()
     found = [summary_of(size, runs, len(lengths)) for size in sizes]

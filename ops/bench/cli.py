@@ -1,7 +1,6 @@
 """`pagemill bench`: the engine and its peers on one seeded workload, in one run, alternating."""
 
 import contextlib
-import importlib
 import json
 import sys
 import time
@@ -16,15 +15,28 @@ from model.config import ModelConfig
 from ops.bench.errors import BenchError
 from ops.bench.machine import machine_facts, warnings_of
 from ops.bench.measure import Measurement, num_blocks_for, say
-from ops.bench.parts import CACHE_VARIABLE, cache_folder, checkpoint_path
+from ops.bench.parts import (
+    COUNT,
+    NumberList,
+    cache_dir_option,
+    cache_folder,
+    checkpoint_path,
+    model_option,
+    seed_option,
+)
 from ops.bench.report import check_lines, facts_lines, judge_bars, print_report, summarize
-from ops.bench.scheduler import command as scheduler_command
 from ops.bench.side import SideProcess
 from ops.bench.workload import Lengths, WorkloadShape, draw_lengths
+from ops.lazy_group import LazyGroup
 
 ITEMSIZES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
-# Measurements with options of their own, by the first word after `bench`: modules with a `command`.
-PARTS: Final = {"modes": "ops.bench.modes", "block-sizes": "ops.bench.block_sizes"}
+# Measurements with options of their own; each is a module ops.bench.NAME.
+PARTS: Final = {
+    "scheduler": "What deciding a step costs, without a model.",
+    "modes": "Preemption modes on a trace, with a KV cache that is too small.",
+    "block-sizes": "The workload with blocks of 8, 16, 32 and 64 tokens.",
+    "delivery": "The queue and the wire without a model: pick-up, events, leases, a worker that is killed.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,36 +81,23 @@ class BenchOptions:
         return self.num_requests or max(self.min_requests, self.rounds * batch)
 
 
-class BatchList(click.ParamType[tuple[int, ...]]):
-    """Whole numbers from 1 with commas between them."""
-
-    name = "numbers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """The numbers, in their order, each once."""
-        if isinstance(value, tuple):
-            return value
-        words = [word.strip() for word in str(value).split(",")]
-        if not all(word.isdecimal() and int(word) >= 1 for word in words):
-            self.fail("use whole numbers from 1 with commas between them, like 1,8,32", param, ctx)
-        return tuple(dict.fromkeys(int(word) for word in words))
-
-
-_COUNT = click.IntRange(min=1)
 _MEAN = click.FloatRange(min=1)
 _SIGMA = click.FloatRange(min=0, max=3)
 
 
 @click.group(
+    cls=LazyGroup,
+    package="ops.bench",
+    summaries=PARTS,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
 )
-@click.option("--model", default="smollm2", help="Checkpoint folder, GGUF file, or `smollm2`, the demo model.")
+@model_option
 @click.option("--quick", is_flag=True, help="A small run, to see that everything works: its figures mean little.")
-@click.option("--batches", type=BatchList(), default="1,8,32", help="Sequences in flight at once, one run each.")
-@click.option("--alternations", type=_COUNT, help="Runs of each side at each batch.  [default: 3, quick: 1]")
-@click.option("--seed", type=int, default=0, help="Decides lengths and ids of all requests.")
-@click.option("--num-requests", type=_COUNT, help="Requests at every batch.  [default: twice the batch, at least 8]")
+@click.option("--batches", type=NumberList(), default="1,8,32", help="Sequences in flight at once, one run each.")
+@click.option("--alternations", type=COUNT, help="Runs of each side at each batch.  [default: 3, quick: 1]")
+@seed_option
+@click.option("--num-requests", type=COUNT, help="Requests at every batch.  [default: twice the batch, at least 8]")
 @click.option("--prompt-mean", type=_MEAN, help="Mean prompt length in tokens.  [default: 120, quick: 24]")
 @click.option("--prompt-sigma", type=_SIGMA, help="Deviation of its logarithm.  [default: 0.4]")
 @click.option("--output-mean", type=_MEAN, help="Mean reply length in tokens.  [default: 32, quick: 8]")
@@ -109,14 +108,14 @@ _SIGMA = click.FloatRange(min=0, max=3)
 @click.option("--dtype", type=click.Choice(["auto", *ITEMSIZES]), default="auto", help="Of weights and KV cache.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where both sides run.")
 @click.option("--block-size", type=click.Choice([8, 16, 32, 64]), default=16, help="Tokens in a block of the KV cache.")
-@click.option("--num-threads", type=_COUNT, help="CPU threads of each side.  [default: as each side chooses]")
+@click.option("--num-threads", type=COUNT, help="CPU threads of each side.  [default: as each side chooses]")
 @click.option(
     "--engine-mode",
     type=click.Choice(["process", "inprocess"]),
     default="process",
     help="The engine in a process of its own, so that its pipe counts as host work, or called directly.",
 )
-@click.option("--cache-dir", envvar=CACHE_VARIABLE, help="Folder of the demo model and converted weights.")
+@cache_dir_option
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False), help="Write the JSON result to this file as well."
 )
@@ -128,7 +127,7 @@ def command(ctx: click.Context, /, quick: bool, json_file: str | None, **values:
     them by turns, each in a process that sleeps while the other runs. Tables go to stdout, and as its last line one
     JSON object with everything. Exit code 1: the first request's tokens are not the peer's.
 
-    `pagemill bench modes` compares the preemption modes, `pagemill bench block-sizes` the sizes of a block.
+    `pagemill bench COMMAND --help` explains a measurement with options of its own.
     """
     if ctx.invoked_subcommand is not None:
         return 0
@@ -139,9 +138,6 @@ def command(ctx: click.Context, /, quick: bool, json_file: str | None, **values:
         Path(json_file).write_text(line + "\n")
     print(line)
     return 0 if report["is_token_check_passed"] else 1
-
-
-command.add_command(scheduler_command)
 
 
 def _options(preset: Preset, **values: Any) -> BenchOptions:
@@ -263,11 +259,6 @@ def _check_fit(lengths: dict[int, list[Lengths]], max_tokens: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run with these words (the process's own where left out); answers the exit code. Raises PagemillError."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if words and words[0] in PARTS:
-        importlib.import_module(PARTS[words[0]]).command.main(
-            args=words[1:], prog_name=f"pagemill bench {words[0]}", standalone_mode=False
-        )
-        return 0
     code: int | None = command.main(args=words, prog_name="pagemill bench", standalone_mode=False)
     return code or 0
 

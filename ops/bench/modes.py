@@ -13,7 +13,16 @@ import click
 from ops.bench.errors import BenchError
 from ops.bench.machine import machine_facts
 from ops.bench.measure import num_blocks_for, say
-from ops.bench.parts import CACHE_VARIABLE, cache_folder, checkpoint_path
+from ops.bench.parts import (
+    COUNT,
+    alternations_option,
+    by_turns,
+    cache_dir_option,
+    cache_folder,
+    checkpoint_path,
+    model_option,
+    num_threads_option,
+)
 from ops.bench.runs import spread
 from ops.bench.trace_run import TraceRun, TraceRunner
 from ops.bench.workload import Lengths, make_requests
@@ -29,7 +38,6 @@ COLUMNS: Final = (
 RATIO_COLUMNS: Final = ("auto by the better of the other two", "median", "range")
 BLOCK_SIZE: Final = 16
 
-_COUNT = click.IntRange(min=1)
 _ABOVE_0 = click.FloatRange(min=0, min_open=True)
 
 
@@ -45,18 +53,18 @@ class ModeRuns:
         return statistics.median([float(getattr(run, name)) for run in self.runs])
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.command()
 @click.argument("trace", type=click.Path(path_type=Path))
-@click.option("--model", default="smollm2", help="Checkpoint folder, GGUF file, or `smollm2`, the demo model.")
-@click.option("--requests", "num_requests", type=_COUNT, default=24, help="The trace's first so many requests.")
+@model_option
+@click.option("--requests", "num_requests", type=COUNT, default=24, help="The trace's first so many requests.")
 @click.option("--speed-up", type=_ABOVE_0, default=20.0, help="Requests arrive so many times as fast.")
 @click.option("--scale-lengths", type=_ABOVE_0, default=0.01, help="Prompts and replies are so many times as long.")
 @click.option("--scale-replies", type=_ABOVE_0, default=60.0, help="Replies alone are so many times as long as that.")
-@click.option("--max-num-seqs", type=_COUNT, default=16, help="Most sequences that run at a time.")
+@click.option("--max-num-seqs", type=COUNT, default=16, help="Most sequences that run at a time.")
 @click.option("--pool-share", type=_ABOVE_0, default=0.35, help="KV pool, of what the largest of them need at once.")
-@click.option("--alternations", type=_COUNT, default=3, help="Runs of each mode, by turns.")
-@click.option("--num-threads", type=_COUNT, help="CPU threads of the engine.  [default: one per core]")
-@click.option("--cache-dir", envvar=CACHE_VARIABLE, help="Folder of the demo model and converted weights.")
+@alternations_option
+@num_threads_option
+@cache_dir_option
 def command(trace: Path, **values: Any) -> None:
     """Serve a scaled trace in the modes swap, recompute and auto by turns, and say how well auto chooses.
 
@@ -101,6 +109,9 @@ def _measure(
     trace: Trace, lengths: list[Lengths], num_blocks: int, need: int, values: dict[str, Any]
 ) -> tuple[list[ModeRuns], dict[str, Any]]:
     """An engine for each mode, built alike, and their runs by turns; what auto's engine found out about itself."""
+    from worker.openmp import limit_spinning
+
+    limit_spinning()  # as in a worker's engine process; torch is not imported before
     from worker.engine_builder import build_engine
     from worker.engine_config import EngineConfig
 
@@ -125,14 +136,12 @@ def _measure(
         runners[mode] = TraceRunner(engine)
         facts = asdict(info)
     found = {mode: ModeRuns(mode, []) for mode in MODES}
-    for number in range(values["alternations"]):
-        first = number % len(MODES)  # nobody is always the last, should the machine get busier
-        for mode in (*MODES[first:], *MODES[:first]):
-            requests = make_requests(lengths, vocab_size=facts["vocab_size"], seed=0, salt=f"{number} {mode}")
-            gc.collect()
-            run = runners[mode].run(trace, requests)
-            found[mode].runs.append(run)
-            say(f"{mode}: {run.wall_s:.1f} s, {run.num_swaps} swapped, {run.num_recomputes} recomputed")
+    for number, mode in by_turns(MODES, values["alternations"]):
+        requests = make_requests(lengths, vocab_size=facts["vocab_size"], seed=0, salt=f"{number} {mode}")
+        gc.collect()
+        run = runners[mode].run(trace, requests)
+        found[mode].runs.append(run)
+        say(f"{mode}: {run.wall_s:.1f} s, {run.num_swaps} swapped, {run.num_recomputes} recomputed")
     return list(found.values()), facts
 
 

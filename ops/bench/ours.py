@@ -46,6 +46,9 @@ class InProcessDriver:
 
     def start(self) -> EngineInfo:
         """See Driver."""
+        from worker.openmp import limit_spinning
+
+        limit_spinning()  # as in a worker's engine process; torch is not imported before
         from worker.engine_builder import build_engine
 
         self._engine, info = build_engine(self._config)

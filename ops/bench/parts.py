@@ -1,9 +1,54 @@
-"""What the parts of the bench share: where the model is."""
+"""What the measurements of the bench share: options, turns, and where the model is."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
+
+import click
+
+T = TypeVar("T")
 
 CACHE_VARIABLE: Final = "PAGEMILL_CACHE_DIR"
+COUNT: Final = click.IntRange(min=1)
+
+# Options, to be used as decorators.
+model_option = click.option(
+    "--model", default="smollm2", help="Checkpoint folder, GGUF file, or `smollm2`, the demo model."
+)
+num_threads_option = click.option(
+    "--num-threads", type=COUNT, help="CPU threads of the engine.  [default: one per core]"
+)
+cache_dir_option = click.option(
+    "--cache-dir", envvar=CACHE_VARIABLE, help="Folder of the demo model and converted weights."
+)
+alternations_option = click.option("--alternations", type=COUNT, default=3, help="Runs of each, by turns.")
+seed_option = click.option("--seed", type=int, default=0, help="Decides lengths and ids of all requests.")
+
+
+class NumberList(click.ParamType[tuple[int, ...]]):
+    """Whole numbers from 1 with commas between them."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """The numbers, in their order, each once."""
+        if isinstance(value, tuple):
+            return value
+        words = [word.strip() for word in str(value).split(",")]
+        if not all(word.isdecimal() and int(word) >= 1 for word in words):
+            self.fail("use whole numbers from 1 with commas between them, like 1,8,32", param, ctx)
+        return tuple(dict.fromkeys(int(word) for word in words))
+
+
+def by_turns(sides: Sequence[T], num_alternations: int) -> Iterator[tuple[int, T]]:
+    """Each side once in each alternation, with the alternation's number.
+
+    Each begins with another one: nobody is always the last, should the machine get busier.
+    """
+    for number in range(num_alternations):
+        first = number % len(sides)
+        for side in (*sides[first:], *sides[:first]):
+            yield number, side
 
 
 def cache_folder(given: str | None) -> Path:

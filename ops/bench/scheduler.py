@@ -63,7 +63,7 @@ class PartRow:
     bar: float
 
 
-@click.command("scheduler", context_settings={"show_default": True})
+@click.command("scheduler")
 @click.option("--policies", help="Policies with a space between them.  [default: eight of them]")
 @click.option("--steps", type=click.IntRange(min=1), default=1000, help="Steps of each repetition.")
 @click.option("--repetitions", type=click.IntRange(min=1), default=3, help="Of each load, by turns.")

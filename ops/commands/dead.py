@@ -26,11 +26,11 @@ def command(queue: str | None, redis_url: str | None, data_dir: str | None, limi
     if entry_id is not None and not _ENTRY_ID.fullmatch(entry_id):
         raise StartupError(f"{entry_id[:80]!r} is no entry id, like 1764464400123-0: `pagemill dead` lists them")
     if entry_id is None:
-        rows = run_on_link(url, lambda link: _newest(link, settings.queue, limit))
+        rows = run_on_link(url, lambda link: _newest(link, settings.queue, limit), settings.queue)
         columns = ("entry", *(name.decode() for name in _FIELDS))
         print_table(f"Dead letters of {settings.queue}", columns, rows)
     else:
-        fields = run_on_link(url, lambda link: _one(link, settings.queue, entry_id))
+        fields = run_on_link(url, lambda link: _one(link, settings.queue, entry_id), settings.queue)
         print_table(f"Dead letter {entry_id}", ("field", "value"), list(fields.items()))
 
 

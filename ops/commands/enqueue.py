@@ -57,7 +57,7 @@ def command(
         as_utf8(name, word)
     fields = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     job = {name: value for name, value in fields.items() if value is not None} | _extra_fields(pairs)
-    if not run_on_link(url, lambda link: _count_workers(link, settings.queue)):
+    if not run_on_link(url, lambda link: _count_workers(link, settings.queue), settings.queue):
         click.echo(f"No worker serves queue {settings.queue} now; the job waits for one. Ctrl-C cancels it.", err=True)
     prompt = text if raw else _chat(system, text)
     try:

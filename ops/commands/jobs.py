@@ -1,15 +1,17 @@
 """`pagemill jobs`: what waits and what runs."""
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import click
 
+from ops.queue_control import is_paused
 from ops.server import client_settings, find_server, run_on_link, server_options
-from ops.tables import age, print_table
+from ops.tables import age, print_queues_table
 from worker.streams.connection import Link
 from worker.streams.errors import ServerError
-from worker.streams.keys import GROUP, LANES, QueueKeys
+from worker.streams.keys import GROUP, LANES, QueueKeys, is_waiting_name
 
 # Records looked at in one go; a queue may keep very many of finished jobs.
 _SCAN_COUNT = 500
@@ -20,14 +22,24 @@ _FIELDS = ("status", "worker", "attempt", "crashes", "tenant", "entry")
 @server_options
 @click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Most unfinished jobs to list.")
 def command(queue: str | None, redis_url: str | None, data_dir: str | None, limit: int) -> None:
-    """Show the depth of each lane, the jobs that run, and how many ended how."""
-    settings = client_settings(queue, redis_url, data_dir)
-    lanes, jobs, outcomes = run_on_link(find_server(settings), lambda link: _look(link, settings.queue))
-    print_table(f"Lanes of {settings.queue}", ("lane", "waiting", "held", "oldest"), lanes)
+    """Show the depth of each lane, the jobs that run, and how many ended how, for each queue."""
+    settings = client_settings(queue, redis_url, data_dir, takes_several=True)
+    url = find_server(settings)
+    lanes: list[list[Any]] = []
+    jobs: list[list[Any]] = []
+    outcomes: list[list[Any]] = []
+    for name in settings.queues:
+        some_lanes, some_jobs, ended = run_on_link(url, partial(_look, queue=name), name)
+        if run_on_link(url, partial(is_paused, queue=name), name):
+            click.echo(f"Queue {name} is paused: `pagemill resume` lets it go on", err=True)
+        lanes += ([name, *row] for row in some_lanes)
+        jobs += ([name, *row] for row in some_jobs[:limit])
+        outcomes += ([name, *row] for row in sorted(ended.items()))
+    print_queues_table("Lanes", settings.queues, ("lane", "waiting", "held", "oldest"), lanes)
     if jobs:
-        print_table("Unfinished jobs", ("id", *_FIELDS), jobs[:limit])
+        print_queues_table("Unfinished jobs", settings.queues, ("id", *_FIELDS), jobs)
     if outcomes:
-        print_table("Ended, while their records last", ("outcome", "jobs"), sorted(outcomes.items()))
+        print_queues_table("Records of ended jobs", settings.queues, ("outcome", "jobs"), outcomes)
 
 
 async def _look(link: Link, queue: str) -> tuple[list[list[Any]], list[list[Any]], Counter[str]]:
@@ -61,7 +73,11 @@ async def _lane(link: Link, key: str, now_ms: int) -> tuple[int | str, int | str
     if kind != "stream":
         return "", "", f"{key} holds a {kind}: RENAME or DEL it"
     groups = [dict(zip(flat[::2], flat[1::2], strict=True)) for flat in await link.call("XINFO", "GROUPS", key)]
-    held = sum(group[b"pending"] for group in groups if group[b"name"] == GROUP.encode())
+    held = 0
+    if any(group[b"name"] == GROUP.encode() for group in groups):
+        consumers = await link.call("XINFO", "CONSUMERS", key, GROUP)
+        pending = {flat[1].decode(): flat[3] for flat in consumers}
+        held = sum(number for name, number in pending.items() if not is_waiting_name(name))
     length = await link.call("XLEN", key)
     stream = await link.call("XINFO", "STREAM", key)
     first = dict(zip(stream[::2], stream[1::2], strict=True))[b"first-entry"]

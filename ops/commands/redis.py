@@ -1,11 +1,16 @@
 """`pagemill redis`: redis-cli for a machine that has none."""
 
+import re
 import sys
 
 import click
 
-from ops.resp import ErrorReply, RespConnection, plain, pretty
-from ops.server import clear_connection_errors, client_settings, find_server
+from ops.resp import Answer, ErrorReply, RespConnection, plain, pretty
+from ops.server import clear_connection_errors, client_settings, direct_url, find_server
+from worker.streams.address import Topology, parse_address
+
+# The queue whose key a word is.
+_QUEUE = re.compile(r"pagemill:\{([A-Za-z0-9_.-]+)\}:")
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -25,9 +30,9 @@ def command(
     pagemill redis XADD 'pagemill:{smollm2}:jobs:normal' '*' id haiku-1 prompt 'A haiku:'
     pagemill redis XREAD BLOCK 4000 STREAMS 'pagemill:{smollm2}:reply:haiku-1' 0-0
     """
-    url = find_server(client_settings(redis_url=redis_url, data_dir=data_dir))
-    with clear_connection_errors(url), RespConnection(url) as connection:
-        answer = connection.call(words)
+    url = find_server(client_settings(redis_url=redis_url, data_dir=data_dir, takes_several=True))
+    with clear_connection_errors(url):
+        answer = _call(url, words)
     if is_pretty is None:
         is_pretty = sys.stdout.isatty()
     text = pretty(answer) if is_pretty else plain(answer)
@@ -35,3 +40,16 @@ def command(
     sys.stdout.flush()
     if isinstance(answer, ErrorReply):
         ctx.exit(1)
+
+
+def _call(url: str, words: tuple[str, ...]) -> Answer:
+    """The answer of the server that has the key; which one that is in a Cluster, its nodes say."""
+    queue = next((match[1] for word in words if (match := _QUEUE.match(word))), None)
+    with RespConnection(direct_url(url, queue)) as connection:
+        answer = connection.call(words)
+    address = parse_address(url)
+    if address.topology is Topology.CLUSTER and isinstance(answer, ErrorReply) and answer.text.startswith("MOVED "):
+        host, _, port = answer.text.split(" ")[2].rpartition(":")
+        with RespConnection(address.plain_url((host, int(port)))) as connection:
+            answer = connection.call(words)
+    return answer

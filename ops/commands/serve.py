@@ -48,10 +48,10 @@ def _serve(first_message: str | None, **flags: Any) -> None:
         click.echo(f"pagemill: {variable} is not a setting; did you mean {meant}?", err=True)
     try:
         with progress_reporter() as progress:
-            settings = settings.model_copy(update={"model": str(find_model(settings, progress))})
+            model_path = find_model(settings, progress)
             with server_for(settings, progress) as (url, server):
                 settings = settings.model_copy(update={"redis_url": SecretStr(url)})
-                asyncio.run(_run_service(settings, progress, first_message, server))
+                asyncio.run(_run_service(settings, model_path, progress, first_message, server))
                 clearing_up()
     except KeyboardInterrupt:
         _tell_stopped()
@@ -65,7 +65,11 @@ def _tell_stopped() -> None:
 
 
 async def _run_service(
-    settings: Settings, progress: ProgressReporter, first_message: str | None, server: EmbeddedServer | None
+    settings: Settings,
+    model_path: Path,
+    progress: ProgressReporter,
+    first_message: str | None,
+    server: EmbeddedServer | None,
 ) -> None:
     """Serve until the service says that it has stopped; it handles the signals itself."""
     progress("starting the worker", 0, 0)
@@ -78,7 +82,10 @@ async def _run_service(
 
     greetings: list[asyncio.Task[None]] = []
     service = Service(
-        settings, progress=progress, on_stop=lambda num_jobs, is_again: tell_stop(num_jobs, is_again, settings)
+        settings,
+        model_path=model_path,
+        progress=progress,
+        on_stop=lambda num_jobs, is_again: tell_stop(num_jobs, is_again, settings),
     )
     parts = [asyncio.create_task(service.run(ready))]
     if server is not None:

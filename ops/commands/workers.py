@@ -1,9 +1,11 @@
 """`pagemill workers`: the registry."""
 
+from functools import partial
+
 import click
 
 from ops.server import client_settings, find_server, run_on_link, server_options
-from ops.tables import age, print_table
+from ops.tables import age, print_queues_table
 from worker.streams.connection import Link
 from worker.streams.keys import QueueKeys
 
@@ -14,13 +16,14 @@ _FIRST = ("model", "version", "slots", "running", "waiting")
 @click.command()
 @server_options
 def command(queue: str | None, redis_url: str | None, data_dir: str | None) -> None:
-    """Show the workers that serve a queue, and when each was last heard of."""
-    settings = client_settings(queue, redis_url, data_dir)
-    beats = run_on_link(find_server(settings), lambda link: _look(link, settings.queue))
-    said = {name for _, _, fields in beats for name in fields} - {"beat"}
+    """Show the workers that serve each queue, and when each was last heard of."""
+    settings = client_settings(queue, redis_url, data_dir, takes_several=True)
+    url = find_server(settings)
+    beats = [(name, *beat) for name in settings.queues for beat in run_on_link(url, partial(_look, queue=name), name)]
+    said = {name for *_, fields in beats for name in fields} - {"beat"}
     columns = [name for name in _FIRST if name in said] + sorted(said - {*_FIRST})
-    rows = [[worker, last_beat, *(fields.get(name, "") for name in columns)] for worker, last_beat, fields in beats]
-    print_table(f"Workers of {settings.queue}", ("worker", "last beat", *columns), rows)
+    rows = [[*words, *(fields.get(name, "") for name in columns)] for *words, fields in beats]
+    print_queues_table("Workers", settings.queues, ("worker", "last beat", *columns), rows)
 
 
 async def _look(link: Link, queue: str) -> list[tuple[str, str, dict[str, str]]]:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.scripted import ScriptedWorkerProcess
 from tests.e2e.workers import Queue, WorkerProcess
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from worker.streams.keys import QueueKeys
 
 StartWorker = Callable[..., WorkerProcess]
+StartScripted = Callable[..., ScriptedWorkerProcess]
 
 
 @pytest.fixture(scope="session")
@@ -65,3 +67,31 @@ def start_worker(tiny_model: Path, valkey_url: str, own_queue: Queue, tmp_path: 
 def fresh_keys() -> QueueKeys:
     """Key names of a queue that no other test uses."""
     return QueueKeys(f"q{uuid.uuid4().hex[:12]}")
+
+
+@pytest.fixture
+def start_scripted(tiny_model: Path, valkey_url: str, own_queue: Queue, tmp_path: Path) -> Iterator[StartScripted]:
+    """Starts workers of the test's own queue with a made-up model, and waits until they are ready."""
+    workers: list[ScriptedWorkerProcess] = []
+
+    def start(**settings: Any) -> ScriptedWorkerProcess:
+        worker = ScriptedWorkerProcess(tiny_model, valkey_url, own_queue.keys.queue, tmp_path, **settings)
+        workers.append(worker)
+        worker.wait_until_ready()
+        return worker
+
+    yield start
+    for worker in workers:
+        worker.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="module")
+def scripted(
+    tiny_model: Path, start_server: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[ScriptedWorkerProcess, Queue]]:
+    """A worker with a made-up model and four places, and its queue: shared by the tests of a module."""
+    url, queue = start_server("valkey-9.1"), Queue(start_server("valkey-9.1"), fresh_keys())
+    with ScriptedWorkerProcess(tiny_model, url, queue.keys.queue, tmp_path_factory.mktemp("logs")) as worker:
+        worker.wait_until_ready()
+        yield worker, queue
+    queue.close()

@@ -20,10 +20,13 @@ Served = tuple[psutil.Popen, Callable[[], str]]
 
 @contextmanager
 def serving(folder: Path, *flags: str | Path, **variables: str) -> Iterator[Served]:
-    """`pagemill serve` with data in `folder`/data, and what it has printed so far; killed at the end."""
+    """`pagemill serve` with data in `folder`/data, and what it has printed so far; killed at the end.
+
+    Compiled kernels come from the user's cache.
+    """
     log_path = folder / "log"
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PAGEMILL_"))}
-    command = [PAGEMILL, "serve", "--data-dir", folder / "data", "--cache-dir", folder / "cache", *flags]
+    command = [PAGEMILL, "serve", "--data-dir", folder / "data", *flags]
     with log_path.open("wb") as log:
         process = psutil.Popen(command, stdout=log, stderr=log, env=environment | variables)
     try:
@@ -61,7 +64,8 @@ def test_a_stop_while_the_demo_model_is_fetched_leaves_nothing(tmp_path: Path, n
     with socket.create_server(("127.0.0.1", 0)) as index:
         index.settimeout(60)
         url = f"http://127.0.0.1:{index.getsockname()[1]}/"
-        with serving(tmp_path, PIP_INDEX_URL=url, PIP_CONFIG_FILE=os.devnull) as (process, printed):
+        empty_cache = ("--cache-dir", tmp_path / "cache")
+        with serving(tmp_path, *empty_cache, PIP_INDEX_URL=url, PIP_CONFIG_FILE=os.devnull) as (process, printed):
             index.accept()[0].close()
             assert stop(process, number) == 0
             assert "Traceback" not in printed()

@@ -9,8 +9,9 @@ import urllib.request
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import psutil
 
@@ -19,7 +20,8 @@ from worker.streams.keys import LANES, QueueKeys
 
 PAGEMILL = Path(sys.executable).with_name("pagemill")
 TERMINAL = ("end", "error")
-PATIENCE_S = 60.0
+# Of a test that waits for something: a start takes seconds, and many times as long where the machine is busy.
+PATIENCE_S = 120.0
 
 
 def eventually(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
@@ -39,18 +41,26 @@ class WorkerProcess:
     A setting that is None is left out, so that Pagemill's own default holds.
     """
 
+    _ready: dict[str, Any] | None = None
+
     def __init__(self, model: Path, url: str, queue: str, logs: Path, **settings: Any) -> None:
         defaults = {"num_kv_blocks": 128, "max_num_seqs": 16, "num_threads": 1, "check_invariants": "step"}
         self.log_path = logs / f"{queue}-{uuid.uuid4().hex[:6]}.log"
         flags = {"model": model, "redis_url": url, "queue": queue, "log_format": "json"} | defaults | settings
-        given = {f"--{name.replace('_', '-')}": str(value) for name, value in flags.items() if value is not None}
-        arguments = [part for pair in given.items() for part in pair]
+        given = {name: str(value) for name, value in flags.items() if value is not None}
         with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen([PAGEMILL, "serve", *arguments], stdout=log, stderr=log)
+            self.process = self.start(given, log)
         self._family: list[psutil.Process] = []
 
+    def start(self, settings: dict[str, str], log: IO[bytes]) -> "subprocess.Popen[bytes]":
+        """The process, whose output goes to `log`."""
+        flags = [(f"--{name.replace('_', '-')}", value) for name, value in settings.items()]
+        return subprocess.Popen([PAGEMILL, "serve", *chain.from_iterable(flags)], stdout=log, stderr=log)
+
     def wait_until_ready(self) -> dict[str, Any]:
-        """The event that says that jobs are being taken."""
+        """The event that says that jobs are being taken. It is looked for once."""
+        if self._ready is not None:
+            return self._ready
 
         def ready() -> dict[str, Any] | None:
             if self.process.poll() is not None:
@@ -58,6 +68,7 @@ class WorkerProcess:
             return next((event for event in self.events() if event.get("event") == "worker_ready"), None)
 
         event: dict[str, Any] = eventually(ready, "the worker to be ready")
+        self._ready = event
         self._family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
         return event
 

@@ -9,7 +9,7 @@ from typing import Any
 from tests.faults.history import Event, History, What
 from tests.faults.workload import Job
 from worker.client import AsyncClient
-from worker.reply_events import ReplyBrokenError
+from worker.client_errors import ReplyBrokenError
 from worker.streams.connection import Link
 from worker.streams.keys import QueueKeys
 

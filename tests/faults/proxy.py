@@ -10,6 +10,7 @@ Each party (a worker, the clients) has a port of its own, so that one of them ca
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import Callable
 
 READ_BYTES = 1 << 16
@@ -82,10 +83,15 @@ class Line:
 
 
 class Proxy:
-    """Listens for all parties. `server` is where the server is now; None while it is down."""
+    """Listens for all parties. `server` is where the server is now; None while it is down. `num_accepted` counts the
+    connections that were made, those included that led nowhere.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        """With `tls` parties speak TLS, which ends here."""
+        self._tls = tls
         self.server: tuple[str, int] | None = None
+        self.num_accepted = 0
         self._lines: dict[Line, None] = {}
         self._listeners: dict[str, asyncio.Server] = {}
 
@@ -94,13 +100,14 @@ class Proxy:
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             line = Line(party)
+            self.num_accepted += 1
             self._lines[line] = None
             try:
                 await line.carry(reader, writer, self.server)
             finally:
                 del self._lines[line]
 
-        listener = await asyncio.start_server(accept, "127.0.0.1", 0)
+        listener = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=self._tls)
         self._listeners[party] = listener
         port: int = listener.sockets[0].getsockname()[1]
         return port

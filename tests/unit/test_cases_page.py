@@ -1,13 +1,22 @@
-"""docs/cases.md names tests: each of them is there, and each case has one or says why it needs none."""
+"""The pages of cases name tests: each of them is there, and each case has one or says why it needs none."""
 
 import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
-TABLES = re.findall(r"^\| case \|.*\n\|-.*\n((?:\|.*\n)+)", (ROOT / "docs" / "cases.md").read_text(), re.MULTILINE)
-ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for table in TABLES for line in table.splitlines()]
+TABLE = re.compile(r"^\| (?:case|fault) \|[^|\n]*\| test \|\n\|-.*\n((?:\|.*\n)+)", re.MULTILINE)
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+# How many cases each page has at least, so that none is lost with a table that isn't read.
+PAGES = {"cases.md": 25, "cases-queue.md": 35, "cases-protocol.md": 48, "delivery.md": 30}
+
+
+def rows_of(page: str) -> list[list[str]]:
+    """Cells of all tables of cases."""
+    tables = TABLE.findall((ROOT / "docs" / page).read_text())
+    return [[cell.strip() for cell in line.strip("|").split("|")] for table in tables for line in table.splitlines()]
 
 
 def names_in(path: Path) -> set[str]:
@@ -21,16 +30,20 @@ def names_in(path: Path) -> set[str]:
     return {name for name in names if name.startswith("test_")}
 
 
-def test_every_test_that_the_page_names_exists() -> None:
-    named = [found for row in ROWS for found in NAMED.findall(row[2])]
-    assert len(named) > 50
-    missing = [f"{path}::{name}" for path, name in named if name not in names_in(ROOT / path)]
-    assert missing == []
+@pytest.mark.parametrize("page", PAGES)
+def test_every_test_that_the_page_names_exists(page: str) -> None:
+    named = [found for row in rows_of(page) for found in NAMED.findall(row[2])]
+    assert len(named) > PAGES[page]
+    known = {path: names_in(ROOT / path) for path in {path for path, _ in named}}
+    assert [f"{path}::{name}" for path, name in named if name not in known[path]] == []
 
 
-def test_every_case_names_a_test_or_says_why_it_does_not_apply() -> None:
-    assert len(ROWS) > 25
-    for case, text, tests in ROWS:
+@pytest.mark.parametrize("page", PAGES)
+def test_every_case_names_a_test_or_says_why_it_does_not_apply(page: str) -> None:
+    rows = rows_of(page)
+    assert len(rows) >= PAGES[page]
+    for case, text, tests in rows:
         assert text, case
-        assert tests == " ".join(f"`{path}::{name}`" for path, name in NAMED.findall(tests)), f"{case}: {tests}"
+        named = [f"`{path}::{name}`" for path, name in NAMED.findall(tests)]
+        assert tests in (" ".join(named), " ".join([*named, "pending"])), f"{case}: {tests}"
         assert tests or "Doesn't apply: " in text, f"{case} has neither a test nor a reason"

@@ -9,6 +9,7 @@ from ops.commands.redis import command as redis_command
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = re.findall(r"^```\w*\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 
 
@@ -35,7 +36,7 @@ def test_the_frames_of_the_picture_are_closed() -> None:
 
 def test_no_two_pages_use_one_job_id() -> None:
     """A mark that cancels a job of one page would call off the next page's, and a resend is dropped."""
-    pages = {path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
+    pages = {page.name: page.read_text() for page in PAGES}
     pages["pagemill redis --help"] = str(redis_command.help)
     seen: dict[str, str] = {}
     for name, text in pages.items():
@@ -44,6 +45,7 @@ def test_no_two_pages_use_one_job_id() -> None:
     assert {"README.md", "wire.md", "pagemill redis --help"} <= set(seen.values())
 
 
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
-def test_links_lead_to_files(link: str) -> None:
-    assert (ROOT / link).exists()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files(page: Path) -> None:
+    links = sorted(set(re.findall(r"\]\(([^)#:]+)\)", page.read_text())))
+    assert [link for link in links if not (page.parent / link).exists()] == []

@@ -74,6 +74,12 @@ class RespClient:
         answer = self.call("XPENDING", key, group, "-", "+", 10_000)
         return {entry_id.decode(): (consumer.decode(), count) for entry_id, consumer, _, count in answer}
 
+    def group(self, key: str, name: str = "workers") -> dict[str, Any]:
+        """What XINFO says of a consumer group."""
+        groups = [dict(zip(flat[::2], flat[1::2], strict=True)) for flat in self.call("XINFO", "GROUPS", key)]
+        (found,) = [group for group in groups if group[b"name"] == name.encode()]
+        return {field.decode(): value for field, value in found.items()}
+
     def close(self) -> None:
         """Closes the socket."""
         self._file.close()

@@ -3,19 +3,25 @@
 import asyncio
 import json
 import re
+import subprocess
+import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 import worker.client
 from tests.conftest import server_command
-from worker.client import AsyncClient, Client, ReplyLostError
+from tests.faults.proxy import Proxy
+from worker.client import AsyncClient, BadJobError, Client, JobFailedError, ReplyBrokenError, ReplyLostError
 from worker.embedded import EmbeddedServer
-from worker.reply_events import Reply, ReplyBrokenError, ReplyEvent
+from worker.protocol_envelope import parse_envelope
+from worker.reply_events import Reply, ReplyEvent
 from worker.streams.connection import Link
-from worker.streams.errors import ConnectionLostError
+from worker.streams.errors import ConnectionLostError, ServerError
 from worker.streams.keys import TERMINAL_SEQ, QueueKeys
 
 END = {"e": "end", "finish": "stop"}
@@ -237,6 +243,111 @@ async def test_an_error_event_ends_the_reply_with_its_code(client: AsyncClient, 
     assert (reply.is_ok, reply.error, reply.finish) == (False, ("bad_request", "say what"), None)
 
 
+async def test_a_failed_jobs_error_can_be_raised_with_all_that_it_says(client: AsyncClient, writer: HandWriter) -> None:
+    await writer.open(7)
+    await writer.token("7-1", "so far", [1], 1)
+    error = {"code": "overloaded", "message": "send it later", "retryable": 1, "details": {"retry_after_ms": 250}}
+    await writer.write(f"7-{TERMINAL_SEQ}", e="error", **error)
+    reply = await client.result("job")
+    with pytest.raises(JobFailedError, match="overloaded: send it later") as raised:
+        reply.raise_for_error()
+    assert (raised.value.code, raised.value.message) == ("overloaded", "send it later")
+    assert (raised.value.is_retryable, raised.value.details) == (True, {"retry_after_ms": 250})
+    assert reply.text == "so far"
+
+
+async def test_an_unstreamed_replys_checkpoints_are_no_part_of_its_ids_twice(
+    client: AsyncClient, writer: HandWriter
+) -> None:
+    await writer.open(7)
+    await writer.write("7-1", e="token", ids=[1, 2], n=2)
+    await writer.write(f"7-{TERMINAL_SEQ}", **END, text="abc", ids=[1, 2, 3])
+    reply = (await client.result("job")).raise_for_error()
+    assert (reply.text, reply.ids) == ("abc", [1, 2, 3])
+
+
+async def half_read(client: AsyncClient, writer: HandWriter) -> Reply:
+    """A reply of two choices of which somebody read the first three events."""
+    await writer.open(7)
+    await writer.write("7-1", e="token", text="He", ids=[1], n=1, index=0)
+    await writer.write("7-2", e="token", text="Ho", ids=[2, 3], n=3, index=1)
+    reply = Reply()
+    async with aclosing(client.stream("job")) as events:
+        while reply.last_id != "7-2":
+            reply.add(await anext(events))
+    return Reply.from_json(reply.to_json())
+
+
+async def test_another_process_reads_on_from_what_was_kept(client: AsyncClient, writer: HandWriter) -> None:
+    kept = await half_read(client, writer)
+    assert (kept.last_id, kept.num_tokens, kept.is_over) == ("7-2", 3, False)
+    await writer.write("7-3", e="token", text="llo", ids=[4], n=4, index=0)
+    choices = [{"index": 0, "finish": "stop"}, {"index": 1, "finish": "length"}]
+    await writer.write(f"7-{TERMINAL_SEQ}", **END, text="", choices=choices)
+    reply = await client.result("job", held=kept)
+    assert [(choice.text, choice.ids, choice.finish) for choice in reply.choices] == [
+        ("Hello", [1, 4], "stop"),
+        ("Ho", [2, 3], "length"),
+    ]
+    assert [event.id async for event in client.stream("job", after="7-2")] == ["7-3", f"7-{TERMINAL_SEQ}"]
+    assert [event async for event in client.stream("job", after=f"7-{TERMINAL_SEQ}")] == []
+    again = await client.result("job", held=Reply.from_json(reply.to_json()))
+    assert again == reply
+
+
+@pytest.mark.parametrize(
+    ("after", "num_held"),
+    [("7-2", 2), ("7-9", 3), ("6-1", None)],
+    ids=["other-tokens-held", "an-event-that-is-gone", "an-attempt-that-is-gone"],
+)
+async def test_what_was_kept_and_fits_no_more_is_read_again(
+    client: AsyncClient, writer: HandWriter, after: str, num_held: int | None
+) -> None:
+    await half_read(client, writer)
+    await writer.end(7)
+    kinds = [event.kind async for event in client.stream("job", after=after, num_held=num_held)]
+    assert kinds == ["reset", "open", "token", "token", "end"]
+
+
+@pytest.mark.parametrize("after", ["", "7", "$", "7-x", "0-0 0-0"])
+async def test_what_is_no_events_id_is_refused(client: AsyncClient, after: str) -> None:
+    with pytest.raises(BadJobError, match="no event's id"):
+        await client.result("job", held=Reply(last=ReplyEvent(after, "token")))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"ids": "[1"}, {"ids": '["a"]'}, {"ids": "{}", "n": "1"}, {"ids": "[1]", "n": "many"}, {"ids": "[1]", "n": "1.5"}],
+)
+async def test_junk_in_a_reply_is_an_error_that_names_the_event(
+    client: AsyncClient, writer: HandWriter, fields: dict[str, str]
+) -> None:
+    await writer.open(7)
+    await writer.write("7-1", e="token", **fields)
+    with pytest.raises(ReplyBrokenError, match="7-1"):
+        await client.result("job")
+
+
+async def test_a_reply_that_was_deleted_under_its_reader_is_given_up_without_a_time_limit(
+    client: AsyncClient, writer: HandWriter, link: Link
+) -> None:
+    await writer.open(7)
+
+    async def delete(_event: ReplyEvent) -> None:
+        await writer.forget()
+        await link.call("HSET", client.keys.state("job"), "status", "abandoned")
+
+    with pytest.raises(ReplyLostError, match=r"ended \(abandoned\)") as raised:
+        await read(client, delete)
+    assert (raised.value.code, raised.value.is_retryable) == ("reply_lost", True)
+
+
+async def test_a_jobs_own_time_limit_is_remembered(client: AsyncClient) -> None:
+    job_id = await client.submit("hello", ttl_ms=20)
+    with pytest.raises(ReplyLostError, match="unknown"):
+        await client.result(job_id)
+
+
 async def test_a_result_has_text_ids_finish_and_usage(client: AsyncClient, writer: HandWriter) -> None:
     await writer.open(7)
     await writer.token("7-1", "42", [4, 2], 2)
@@ -263,6 +374,40 @@ async def test_a_job_goes_out_as_flat_fields(client: AsyncClient, link: Link) ->
     assert (second[b"id"], json.loads(second[b"messages"])) == (b"mine", messages)
 
 
+async def test_token_ids_prompts_by_name_and_fields_that_are_none_go_out_as_they_should(
+    client: AsyncClient, link: Link
+) -> None:
+    await client.submit([1, 2, 3], job_id="a", lane="low", max_tokens=None)
+    await client.submit(None, job_id="b", lane="low", prompt_ref="book")
+    await client.submit(None, job_id="c", lane="low", encoding="msgpack", payload=b"\x81\xff")
+    jobs = [flat for _, flat in await link.call("XRANGE", client.keys.jobs("low"), "-", "+")]
+    assert jobs == [
+        [b"id", b"a", b"tokens", b"[1, 2, 3]"],
+        [b"id", b"b", b"prompt_ref", b"book"],
+        [b"id", b"c", b"encoding", b"msgpack", b"payload", b"\x81\xff"],
+    ]
+
+
+async def test_an_idempotency_key_names_the_job_as_a_worker_names_it(client: AsyncClient, link: Link) -> None:
+    job_id = await client.submit("hello", tenant="acme", idempotency_key="order-7")
+    assert job_id == await client.submit("hello", tenant="acme", idempotency_key="order-7")
+    for entry_id, flat in await link.call("XRANGE", client.keys.jobs("normal"), "-", "+"):
+        fields = dict(zip(flat[::2], flat[1::2], strict=True))
+        assert parse_envelope("normal", entry_id.decode(), fields, now_ms=0).id == job_id
+
+
+async def test_what_can_not_be_sent_is_refused_before_anything_is(client: AsyncClient, link: Link) -> None:
+    for refused in (
+        {"lane": "middle"},
+        {"job_id": "{x}:reply:y"},
+        {"stop": "\ud800"},
+        {"meta": object()},
+    ):
+        with pytest.raises(BadJobError):
+            await client.submit("hello", **refused)
+    assert await link.call("EXISTS", *client.keys.lanes) == 0
+
+
 async def test_a_submit_whose_connection_was_lost_is_sent_again_under_its_id(client: AsyncClient, link: Link) -> None:
     await client.submit("first")
     await _kill_connections(link)
@@ -287,6 +432,93 @@ async def test_a_server_that_stays_away_is_an_error_after_the_retry_time() -> No
         await client.result("job")
 
 
+@pytest.fixture
+async def proxy(url: str) -> AsyncIterator[Proxy]:
+    """On the way to the server."""
+    proxy, parts = Proxy(), urlsplit(url)
+    proxy.server = (str(parts.hostname), int(parts.port or 0))
+    yield proxy
+    await proxy.close()
+
+
+async def through(proxy: Proxy, client: AsyncClient, url: str) -> AsyncClient:
+    """A client of the same queue whose connections the proxy carries."""
+    port = await proxy.listen("client")
+    return AsyncClient(url.replace(f":{urlsplit(url).port}", f":{port}"), client.keys.queue, retry_s=30)
+
+
+async def test_a_server_that_is_away_for_a_while_is_waited_for(
+    client: AsyncClient, writer: HandWriter, url: str, proxy: Proxy
+) -> None:
+    """Sending, asking, calling off and reading all go on once it is back."""
+    async with await through(proxy, client, url) as remote:
+        await writer.open(7)
+        first = asyncio.Event()
+        seen = Reply()
+
+        async def follow() -> None:
+            async for event in remote.stream("job"):
+                seen.add(event)
+                first.set()
+
+        following = asyncio.create_task(follow())
+        await first.wait()
+        server, proxy.server = proxy.server, None
+        for line in proxy.lines():
+            line.cut()
+        calls = asyncio.gather(remote.submit("hello"), remote.status("job"), remote.cancel("job"))
+        await writer.token("7-1", "meanwhile", [1], 1)
+        await writer.end(7)
+        begun: list[asyncio.Future[Any]] = [following, calls]
+        ended, _ = await asyncio.wait(begun, timeout=0.3)
+        assert not ended
+        proxy.server = server
+        await following
+        job_id, status, _ = await calls
+    assert (seen.text, seen.is_ok, status) == ("meanwhile", True, None)
+    ((_, flat),) = await writer.link.call("XRANGE", client.keys.jobs("normal"), "-", "+")
+    assert flat[1] == job_id.encode()
+
+
+async def test_a_submit_whose_answer_was_lost_is_the_same_job_twice(
+    client: AsyncClient, link: Link, url: str, proxy: Proxy
+) -> None:
+    """Of which a worker drops one: same id, same contents."""
+    async with await through(proxy, client, url) as remote:
+        await remote.status("job")
+        lost: list[bool] = []
+        for line in proxy.lines():
+            line.lose_answer(lambda: lost.append(True))
+        job_id = await remote.submit("hello", max_tokens=3)
+    entries = [flat for _, flat in await link.call("XRANGE", client.keys.jobs("normal"), "-", "+")]
+    assert lost == [True]
+    assert entries == [[b"id", job_id.encode(), b"prompt", b"hello", b"max_tokens", b"3"]] * 2
+
+
+async def test_a_full_server_is_waited_out_and_then_told(url: str, link: Link) -> None:
+    queue = f"q{uuid.uuid4().hex}"
+    await link.call("CONFIG", "SET", "maxmemory", "1")
+    await link.call("CONFIG", "RESETSTAT")
+    async with AsyncClient(url, queue, retry_s=0) as hasty, AsyncClient(url, queue, retry_s=30) as patient:
+        with pytest.raises(ServerError, match="OOM"):
+            await hasty.submit("hello")
+        submitting = asyncio.create_task(patient.submit("hello"))
+        while await _num_refused(link) < 3:  # noqa: ASYNC110 - the server tells only who asks
+            await asyncio.sleep(0.01)
+        await link.call("CONFIG", "SET", "maxmemory", "0")
+        job_id = await submitting
+        ((_, flat),) = await link.call("XRANGE", patient.keys.jobs("normal"), "-", "+")
+        assert flat[1] == job_id.encode()
+
+
+def test_the_client_is_imported_without_what_computes() -> None:
+    code = "import sys, worker.client; print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in ran.stdout.split()}
+    assert "redis" in loaded
+    assert loaded & {"torch", "numpy", "numba", "transformers", "tokenizers", "model", "scheduler", "kernels"} == set()
+
+
 def test_the_client_without_an_event_loop_does_the_same(url: str) -> None:
     queue = f"q{uuid.uuid4().hex}"
 
@@ -306,6 +538,11 @@ def test_the_client_without_an_event_loop_does_the_same(url: str) -> None:
         for event in client.stream(job_id):
             assert event.kind == "open"
             break
+        kept = Reply()
+        kept.add(event)
+        assert client.result(job_id, held=kept).text == "hello"
+        assert [event.kind for event in client.stream(job_id, after="7-1")] == ["end"]
+        assert client.status(job_id) is None
         client.cancel(job_id)
 
 
@@ -321,6 +558,12 @@ async def _wait_for_reads(link: Link, count: int) -> None:
 async def _num_reads(link: Link) -> int:
     stats = (await link.call("INFO", "commandstats")).decode()
     found = re.search(r"cmdstat_xread:calls=(\d+)", stats)
+    return int(found[1]) if found else 0
+
+
+async def _num_refused(link: Link) -> int:
+    """How many commands the server has refused for want of memory."""
+    found = re.search(r"errorstat_OOM:count=(\d+)", (await link.call("INFO", "errorstats")).decode())
     return int(found[1]) if found else 0
 
 

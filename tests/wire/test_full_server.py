@@ -74,7 +74,7 @@ async def test_a_full_server_still_lets_jobs_be_renewed_and_settled(
     writer.end("length", usage={}, receipt={})
     await worker.replies.flush()
     server.fill()
-    await worker.leases.renew()
+    await worker.renew()
     assert worker.losses == []
     assert await worker.outcomes.settle(worker.envelope(entry), "done") is SettleStatus.DONE
     server.empty()

@@ -16,6 +16,8 @@ from worker.streams.keys import LANES
 from worker.streams.lanes import LaneOrder
 from worker.streams.leases import Entry, EntryKey
 
+pytestmark = pytest.mark.every_topology
+
 
 def add(raw: RespClient, worker: TestWorker, lane: str, num: int) -> list[str]:
     answers = raw.pipeline(*[("XADD", worker.keys.jobs(lane), "*", "prompt", "x")] * num)
@@ -58,19 +60,34 @@ async def test_no_read_brings_more_than_eight_or_the_room(make_worker: MakeWorke
 async def test_lanes_are_served_by_weight_and_none_starves(make_worker: MakeWorker, raw: RespClient) -> None:
     worker = make_worker("w")
     for lane in LANES:
-        add(raw, worker, lane, 400)
+        add(raw, worker, lane, 1000)
     counts: Counter[str] = Counter()
-    while counts.total() < 390:
-        counts.update(entry.lane for entry in await worker.source.take(4))
+    while counts.total() < 1300:
+        counts.update(entry.lane for entry in await worker.source.take(8))
     shares = {lane: counts[lane] / counts.total() for lane in LANES}
-    assert shares["high"] == pytest.approx(8 / 13, abs=0.05)
-    assert shares["normal"] == pytest.approx(4 / 13, abs=0.05)
-    assert shares["low"] == pytest.approx(1 / 13, abs=0.05)
+    assert shares["high"] == pytest.approx(8 / 13, rel=0.1)
+    assert shares["normal"] == pytest.approx(4 / 13, rel=0.1)
+    assert shares["low"] == pytest.approx(1 / 13, rel=0.1)
+
+
+async def test_jobs_that_came_one_by_one_are_held_against_no_lane(make_worker: MakeWorker, raw: RespClient) -> None:
+    """A worker that waits gets them by blocking reads, while no other lane has any: nobody was passed over."""
+    worker = make_worker("w")
+    for _ in range(20):
+        add(raw, worker, "high", 1)
+        assert [entry.lane for entry in await worker.source.wait(1000)] == ["high"]
+        assert await worker.source.take_at_once(8) == []
+    for lane in LANES:
+        add(raw, worker, lane, 13)
+    counts: Counter[str] = Counter()
+    while counts.total() < 13:
+        counts.update(entry.lane for entry in await worker.source.take(1))
+    assert counts == {"high": 8, "normal": 4, "low": 1}
 
 
 async def test_strict_order_serves_the_low_lane_last(make_worker: MakeWorker, raw: RespClient) -> None:
     worker = make_worker("w")
-    worker.source.lanes = LaneOrder(is_strict=True)
+    worker.source.lanes.use("strict")
     for lane in LANES:
         add(raw, worker, lane, 10)
     entries = await worker.take(30, room=30)
@@ -223,7 +240,7 @@ async def test_a_lost_group_comes_back_with_the_entries_in_flight(make_worker: M
     (entry,) = await worker.take(1)
     for taker in (worker, peer):
         raw.call("XGROUP", "DESTROY", worker.keys.jobs("normal"), "workers")
-        await worker.leases.renew()
+        await worker.renew()
         await taker.source.ensure_groups()
         taken: list[Entry] = []
         while not raw.pending(worker.keys.jobs("normal")):

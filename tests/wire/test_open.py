@@ -11,6 +11,8 @@ from worker.streams.keys import TERMINAL_SEQ
 from worker.streams.leases import Entry
 from worker.streams.scripts import OpenResult, OpenStatus
 
+pytestmark = pytest.mark.every_topology
+
 
 async def run_open(worker: TestWorker, entry: Entry, own_attempt: int = 0) -> OpenResult:
     envelope = worker.envelope(entry)

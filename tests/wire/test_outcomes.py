@@ -10,6 +10,8 @@ from worker.streams.leases import Entry
 from worker.streams.outcomes import fetch_prompt
 from worker.streams.scripts import SettleStatus
 
+pytestmark = pytest.mark.every_topology
+
 
 async def running(worker: TestWorker, **fields: str) -> Entry:
     """A job of this worker that is opened."""

@@ -16,6 +16,8 @@ from worker.streams.leases import Entry
 from worker.streams.recovery import recover
 from worker.streams.reply_writer import ReplyStatus, ReplyWriter
 
+pytestmark = pytest.mark.every_topology
+
 
 def end(writer: ReplyWriter, finish: str = "stop", meta: str | None = None) -> None:
     """The terminal event."""

@@ -7,7 +7,6 @@ from structlog.testing import capture_logs
 
 from tests.wire.resp import RespClient
 from tests.wire.workers import LEASE_MS, MakeWorker, TestWorker, push
-from worker.protocol import parse_envelope
 from worker.streams.connection import Link
 from worker.streams.key_check import KeyCheck
 from worker.streams.keys import LANES
@@ -69,12 +68,11 @@ async def test_a_worker_without_room_looks_past_a_lane_of_another_type(
         worker.keys,
         worker.clock,
         worker.leases,
-        lambda entry, now_ms: parse_envelope(entry.lane, entry.entry_id, entry.fields, now_ms=now_ms),
     )
     raw.call("SET", worker.keys.jobs("high"), "something else")
     await push(worker, "low", id="a", prompt="x", deadline_ms="5")
     assert [entry.lane for entry in await watch.look()] == ["low"]
-    assert await worker.scripts.take_oldest("high", "1-1") is None
+    assert await worker.scripts.take_waiting("high", "1-1") is None
 
 
 async def test_every_shared_key_of_another_type_is_named_and_only_now_and_then(

@@ -1,7 +1,6 @@
 """Workers for the tests of the wire: the real parts on a real server, with faults that can be switched on."""
 
 import asyncio
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,18 +20,12 @@ LEASE_MS = 1200
 
 
 class FaultyLink(Link):
-    """A link that can lose the connection before a batch is sent, or after the server has carried it out.
-
-    With `rng` it lets other tasks go first before each batch, or not.
-    """
+    """A link that can lose the connection before a batch is sent, or after the server has carried it out."""
 
     lose_before = False
     lose_after = False
-    rng: random.Random | None = None
 
     async def batch(self, commands: Sequence[Command], *, generation: int | None = None) -> list[Any]:
-        for _ in range(self.rng.randrange(6) if self.rng is not None else 0):
-            await asyncio.sleep(0)
         if self.lose_before:
             self.lose_before = False
             await self.reset()
@@ -45,21 +38,24 @@ class FaultyLink(Link):
         return answers
 
 
+MakeLink = Callable[[str, str, str], FaultyLink]
+
+
 class TestWorker:
     """One worker's parts, without an engine: each test does the steps itself."""
 
     __test__ = False
 
-    def __init__(self, url: str, keys: QueueKeys, name: str) -> None:
+    def __init__(self, url: str, keys: QueueKeys, name: str, make_link: MakeLink = FaultyLink) -> None:
         self.keys = keys
         self.name = name
-        self.commands = FaultyLink(url, "commands")
-        self.jobs_link = FaultyLink(url, "jobs")
-        self.reply_link = FaultyLink(url, "replies")
+        self.links = tuple(make_link(url, part, keys.queue) for part in ("commands", "jobs", "replies", "leases"))
+        self.commands, self.jobs_link, self.reply_link, self.lease_link = self.links
         self.clock = ServerClock()
         self.losses: list[tuple[Entry, Loss]] = []
         self.scripts = Scripts(self.commands, keys, name)
-        self.leases = Leases(self.scripts, LEASE_MS, lambda entry, loss: self.losses.append((entry, loss)))
+        lease_scripts = Scripts(self.lease_link, keys, name)
+        self.leases = Leases(lease_scripts, LEASE_MS, lambda entry, loss: self.losses.append((entry, loss)))
         options = SourceOptions(lease_ms=LEASE_MS, block_ms=20)
         self.source = JobSource(self.jobs_link, keys, name, self.leases, options)
         self.replies = Replies(self.reply_link, self.scripts, self.commands, keys, self.clock, model="tiny")
@@ -78,6 +74,10 @@ class TestWorker:
         """The envelope of an entry picked up now."""
         return parse_envelope(entry.lane, entry.entry_id, entry.fields, now_ms=self.clock.now_ms())
 
+    async def renew(self) -> None:
+        """Renews all leases and hears of those that are lost."""
+        self.leases.tell(await self.leases.renew())
+
     async def open(self, entry: Entry) -> ReplyWriter:
         """Opens the reply, which must succeed."""
         result, writer = await self.replies.open(self.envelope(entry), self.closed.append)
@@ -87,7 +87,7 @@ class TestWorker:
 
     async def close(self) -> None:
         """Closes the connections."""
-        for link in (self.commands, self.jobs_link, self.reply_link):
+        for link in self.links:
             await link.close()
 
 

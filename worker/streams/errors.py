@@ -1,8 +1,11 @@
-"""Named errors of the Redis edge; the driver's own don't leave `connection.py`."""
+"""Named errors of the Redis edge; the driver's own don't leave `wire.py`."""
 
 import re
 
 from worker.errors import PagemillError
+
+_PASSING = frozenset({"OOM", "LOADING", "BUSY", "TRYAGAIN", "CLUSTERDOWN", "NOREPLICAS", "MISCONF"})
+_WRONG_SERVER = frozenset({"READONLY", "MASTERDOWN", "UNBLOCKED", "MOVED", "ASK", "CLUSTERDOWN"})
 
 
 class StreamsError(PagemillError):
@@ -10,7 +13,18 @@ class StreamsError(PagemillError):
 
 
 class ConnectionLostError(StreamsError):
-    """No connection, or it was lost: whether the command was carried out is not known."""
+    """No connection, or it was lost: whether the command was carried out is not known.
+
+    `is_passing`: somebody answered, so that it is known that waiting helps.
+    """
+
+    def __init__(self, message: str, *, is_passing: bool = False) -> None:
+        super().__init__(message)
+        self.is_passing = is_passing
+
+
+class LoginRefusedError(ConnectionLostError):
+    """The server refuses user, password or database."""
 
 
 class ServerError(StreamsError):
@@ -24,13 +38,26 @@ class ServerError(StreamsError):
 
     @property
     def is_passing(self) -> bool:
-        """The server can't write now but may later: full, loading, without replicas."""
-        return self.code in {"OOM", "LOADING", "BUSY", "TRYAGAIN", "CLUSTERDOWN", "NOREPLICAS", "MISCONF"}
+        """The server can't do it now but may later: full, loading, without replicas."""
+        return self.code in _PASSING
 
     @property
     def is_wrong_server(self) -> bool:
-        """This server is a primary no longer: connect anew."""
-        return self.code in {"READONLY", "MASTERDOWN", "UNBLOCKED"}
+        """This server is a primary no longer, or not for this queue: look for the right one and connect anew."""
+        return self.code in _WRONG_SERVER
+
+    @property
+    def is_temporary(self) -> bool:
+        """Worth another try later, here or at another server."""
+        return self.is_passing or self.is_wrong_server
+
+    @property
+    def target(self) -> tuple[str, int] | None:
+        """Host and port that MOVED and ASK name. The host is empty where it is the one that was asked."""
+        if self.code not in ("MOVED", "ASK"):
+            return None
+        host, _, port = str(self).split(" ")[2].rpartition(":")
+        return host, int(port)
 
     @property
     def is_wrong_type(self) -> bool:

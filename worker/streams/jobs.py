@@ -4,15 +4,17 @@ import asyncio
 import random
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
+from worker.lane_weights import LaneWeights
 from worker.streams.connection import BLOCK_MS, Link
 from worker.streams.errors import ServerError
 from worker.streams.keys import GROUP, LANES, QueueKeys
-from worker.streams.lanes import LaneOrder
+from worker.streams.lanes import LaneChoice
 from worker.streams.leases import Entry, Leases
 
 log = structlog.get_logger(__name__)
@@ -20,8 +22,6 @@ log = structlog.get_logger(__name__)
 # A burst spreads over the workers only if none of them takes it in one bite.
 MAX_ENTRIES_PER_READ = 8
 RECONCILE_EVERY_S = 30.0
-
-
 # Bounds of the time between two looks for entries of dead peers.
 MIN_SCAN_MS = 100
 MAX_SCAN_MS = 5_000
@@ -33,6 +33,7 @@ class SourceOptions:
 
     lease_ms: int = 30_000
     block_ms: int = BLOCK_MS
+    lane_weights: LaneWeights = (8, 4, 1)
 
     @property
     def scan_ms(self) -> int:
@@ -41,6 +42,19 @@ class SourceOptions:
         So what a dead peer held is taken over within a lease and a quarter, and within 5 s after a long lease.
         """
         return min(MAX_SCAN_MS, max(MIN_SCAN_MS, self.lease_ms // 4))
+
+
+class Picker(Protocol):
+    """Knows which entries of a lane to take, where it isn't simply the oldest."""
+
+    @property
+    def max_block_ms(self) -> int | None:
+        """How long a blocking read may take now; None: as long as it likes."""
+        ...
+
+    async def pick(self, lane: str, room: int) -> list[Entry] | None:
+        """At most `room` entries, taken and under lease; None: read the lane's head. Raises StreamsError."""
+        ...
 
 
 @dataclass(slots=True)
@@ -79,7 +93,8 @@ class JobSource:
         self._timers = _Timers(next_reconcile=time.monotonic() + RECONCILE_EVERY_S)
         self._generation = 0
         self._blocked: set[str] = set()
-        self.lanes = LaneOrder()
+        self.lanes = LaneChoice(options.lane_weights)
+        self.picker: Picker | None = None
         self.stats = SourceStats()
 
     async def ensure_groups(self) -> None:
@@ -102,13 +117,40 @@ class JobSource:
         self._timers.quiet_until = max(self._timers.quiet_until, until)
 
     async def take(self, room: int) -> list[Entry]:
-        """Entries for a worker with `room` (at least 1) free places; waits up to `block_ms` if there are none.
+        """Entries for a worker with `room` (at least 1) free places; waits up to `block_ms` if there are none."""
+        return await self.take_at_once(room) or await self.wait(self._options.block_ms)
 
-        What dead peers held goes first. At most 8 come at a time; after a wait one per lane may come, which can be
-        more than `room`: those wait in the caller's buffer.
+    async def take_at_once(self, room: int) -> list[Entry]:
+        """What is there now, for a worker with `room` (at least 1) free places: at most that, and at most 8.
+
+        What dead peers held goes first.
         """
+
+        async def read() -> list[Entry]:
+            return await self._overdue(room) or await self._read_lanes(room)
+
+        return await self._with_groups(read)
+
+    async def wait(self, block_ms: int = BLOCK_MS) -> list[Entry]:
+        """The first entries to come within `block_ms`: one per lane, so it can be more than the room there is. Those
+        wait in the caller's buffer.
+        """
+        return await self._with_groups(lambda: self._read_blocking(block_ms))
+
+    @property
+    def must_look(self) -> bool:
+        """Whether only `take_at_once` may find something, though it has found nothing just now: a scan is due, the
+        connection is another, tenants have to wait, or a lane that held something else may have been put right.
+        """
+        timers, now = self._timers, time.monotonic()
+        is_connected = self._link.is_up and self._link.generation == self._generation
+        is_due = now >= min(max(timers.next_scan, timers.quiet_until), timers.next_reconcile)
+        is_waited_for = self.picker is not None and self.picker.max_block_ms is not None
+        return is_due or not is_connected or is_waited_for or bool(self._blocked)
+
+    async def _with_groups(self, read: Callable[[], Awaitable[list[Entry]]]) -> list[Entry]:
         try:
-            return await self._overdue(room) or await self._read_lanes(room) or await self._read_blocking()
+            return await read()
         except ServerError as error:
             if error.code != "NOGROUP":
                 raise
@@ -170,23 +212,35 @@ class JobSource:
     async def _read_lanes(self, room: int) -> list[Entry]:
         """The quick read, which doesn't wait: the first lane in weighted order that has something."""
         empty: list[str] = []
-        count = min(room, MAX_ENTRIES_PER_READ)
-        for lane in self.lanes.order():
-            answer = await self._ask(lane, *self._read_group("COUNT", count, "STREAMS", self._keys.jobs(lane), ">"))
-            entries = self._entries_of(answer)
+        for lane in self.lanes.order.order():
+            entries = await self._pick(lane, room)
             if entries:
-                self.lanes.charge(lane, len(entries), empty)
+                self.lanes.order.charge(lane, len(entries), empty)
                 return entries
             empty.append(lane)
+        self.lanes.order.level()
         return []
 
-    async def _read_blocking(self) -> list[Entry]:
+    async def _pick(self, lane: str, room: int) -> list[Entry]:
+        """Up to `room` (and 8) entries of a lane: those whose turn it is, where it isn't simply the oldest one's."""
+        picked = None if self.picker is None else await self.picker.pick(lane, room)
+        if picked is None:
+            count = min(room, MAX_ENTRIES_PER_READ)
+            answer = await self._ask(lane, *self._read_group("COUNT", count, "STREAMS", self._keys.jobs(lane), ">"))
+            return self._entries_of(answer)
+        self._blocked.discard(lane)
+        self.stats.num_read += len(picked)
+        return picked
+
+    async def _read_blocking(self, block_ms: int) -> list[Entry]:
         """COUNT is per stream, so this asks for 1 and may bring one entry per lane.
 
         Waits no longer than to the next scan, and for no lane that the quick read found to hold something else.
         """
-        until_scan_ms = int(1000 * (max(self._timers.next_scan, self._timers.quiet_until) - time.monotonic()))
-        block_ms = max(1, min(self._options.block_ms, until_scan_ms))
+        until_scan_s = max(self._timers.next_scan, self._timers.quiet_until) - time.monotonic()
+        block_ms = max(1, int(min(block_ms, 1000 * until_scan_s)))
+        if self.picker is not None and self.picker.max_block_ms is not None:
+            block_ms = min(block_ms, self.picker.max_block_ms)
         lanes = [lane for lane in LANES if lane not in self._blocked]
         if not lanes:
             await asyncio.sleep(block_ms / 1000)
@@ -199,7 +253,7 @@ class JobSource:
                 raise
             return []  # a lane's key was overwritten just now: the next quick read finds out which
         for entry in entries:
-            self.lanes.charge(entry.lane, 1)
+            self.lanes.order.charge(entry.lane, 1)
         return entries
 
     async def _ask(self, lane: str, *command: str | int) -> Any:

@@ -1,5 +1,6 @@
 """All key names of one queue. `{Q}` is a Cluster hash tag, so the keys of a queue share a slot."""
 
+import hashlib
 import re
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ LANES = ("high", "normal", "low")
 GROUP = "workers"
 # The consumer that handed-over entries wait under; never deleted, since deleting a consumer destroys what it holds.
 HANDOVER = "handover"
+# A tenant's entries wait under this and 16 hex digits of its name's SHA-1; no worker's id is like that.
+LOT_PREFIX = "tenant."
 # The sequence number of a reply's terminal event: the largest there is, so Redis refuses anything after it.
 TERMINAL_SEQ = 18446744073709551615
 
@@ -73,6 +76,18 @@ class QueueKeys:
         """Hash of one job's record."""
         return self._key(f"state:{job_id}")
 
+    def running(self, tenant: str) -> str:
+        """Sorted set of a tenant's entries that were begun, LANE/ENTRYID, where their number is limited."""
+        return self._key(f"tenant:running:{tenant}")
+
+    def rate(self, tenant: str) -> str:
+        """String: the server's time up to which a tenant's jobs use its rate up."""
+        return self._key(f"tenant:rate:{tenant}")
+
+    def token_rate(self, tenant: str) -> str:
+        """String: the same for its tokens."""
+        return self._key(f"tenant:tokens:{tenant}")
+
     @property
     def control(self) -> str:
         """Stream of wake-ups."""
@@ -96,6 +111,16 @@ class QueueKeys:
     def config(self) -> str:
         """Hash that operators write."""
         return self._key("config")
+
+
+def lot_of(tenant: bytes) -> str:
+    """The consumer's name that a tenant's entries wait under where it is not their turn."""
+    return LOT_PREFIX + hashlib.sha1(tenant, usedforsecurity=False).hexdigest()[:16]
+
+
+def is_waiting_name(consumer: str) -> bool:
+    """Whether what is pending under this name waits for a worker: in a tenant's lot, or handed over."""
+    return consumer == HANDOVER or re.fullmatch(r"tenant\.[0-9a-f]+", consumer) is not None
 
 
 def check_worker_id(worker_id: str) -> str:

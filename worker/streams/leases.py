@@ -1,6 +1,6 @@
 """What this worker holds, and the renewing of it."""
 
-import asyncio
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -8,8 +8,6 @@ from enum import StrEnum
 import structlog
 
 from worker.errors import ErrorCode
-from worker.streams.connection import Backoff
-from worker.streams.errors import StreamsError
 from worker.streams.scripts import Scripts
 
 log = structlog.get_logger(__name__)
@@ -52,7 +50,9 @@ class Loss(StrEnum):
 
 
 class Leases:
-    """Owns the set of entries held, buffered or running, and renews them over its own link.
+    """Owns the set of entries of one queue that are held, buffered or running, and asks the server to renew them.
+
+    All but `renew` belong to the loop of the service; `renew` may be awaited in another thread (see `LeaseKeeper`).
 
     `on_loss` is called once for each entry that turns out to be another's (which is then held no longer) or nobody's
     (which stays held until it is released).
@@ -61,17 +61,26 @@ class Leases:
     def __init__(
         self, scripts: Scripts, lease_ms: int, on_loss: Callable[[Entry, Loss], None] = lambda entry, loss: None
     ) -> None:
+        """`scripts` use a link of their own, so that renewal never waits for anything else."""
         self._scripts = scripts
-        self._period_s = lease_ms / 6 / 1000
+        self.period_s = lease_ms / 6 / 1000
         self.on_loss = on_loss
         self._held: dict[EntryKey, Entry] = {}
         self._orphaned: set[EntryKey] = set()
+        # For changes of `_held` against its copying by another thread.
+        self._lock = threading.Lock()
+
+    @property
+    def queue(self) -> str:
+        """The queue's name."""
+        return self._scripts.queue
 
     def hold(self, entry: Entry) -> bool:
         """Takes `entry` under renewal. False: it is held already, so a late answer adds nothing."""
-        if entry.key in self._held:
-            return False
-        self._held[entry.key] = entry
+        with self._lock:
+            if entry.key in self._held:
+                return False
+            self._held[entry.key] = entry
         return True
 
     def hold_new(self, entries: Iterable[Entry]) -> list[Entry]:
@@ -83,52 +92,44 @@ class Leases:
 
     def release(self, key: EntryKey) -> None:
         """The entry is settled, dropped or handed over."""
-        self._held.pop(key, None)
+        with self._lock:
+            self._held.pop(key, None)
         self._orphaned.discard(key)
 
     def is_held(self, key: EntryKey) -> bool:
         """Whether the entry is under renewal."""
         return key in self._held
 
+    def entries(self) -> Iterable[Entry]:
+        """What is under renewal."""
+        return self._held.values()
+
     def __len__(self) -> int:
         return len(self._held)
 
-    async def renew(self) -> None:
-        """Renews everything held, lane by lane. Raises StreamsError."""
-        by_lane: dict[str, list[str]] = {}
-        for lane, entry_id in self._held:
-            by_lane.setdefault(lane, []).append(entry_id)
-        for lane, entry_ids in by_lane.items():
-            result = await self._scripts.renew(lane, entry_ids)
-            for entry_id in result.lost:
-                self._report((lane, entry_id), Loss.LOST)
-            for entry_id in result.orphaned:
-                self._report((lane, entry_id), Loss.ORPHANED)
+    async def renew(self) -> list[tuple[Entry, Loss]]:
+        """Renews everything held, lane by lane; answers what could not be renewed, for `tell`. Raises StreamsError."""
+        with self._lock:
+            held = list(self._held.values())
+        by_lane: dict[str, dict[str, Entry]] = {}
+        for entry in held:
+            by_lane.setdefault(entry.lane, {})[entry.entry_id] = entry
+        losses: list[tuple[Entry, Loss]] = []
+        for lane, entries in by_lane.items():
+            result = await self._scripts.renew(lane, list(entries))
+            losses += [(entries[entry_id], Loss.LOST) for entry_id in result.lost]
+            losses += [(entries[entry_id], Loss.ORPHANED) for entry_id in result.orphaned]
+        return losses
 
-    async def run(self, may_renew: Callable[[], bool] = lambda: True) -> None:
-        """Renews every sixth of a lease until cancelled; while `may_renew` says no, the leases run out.
-
-        Waits after a lost connection stay below that sixth.
-        """
-        backoff = Backoff(self._period_s)
-        while True:
-            try:
-                if may_renew():
-                    await self.renew()
-                backoff.reset()
-                await asyncio.sleep(self._period_s)
-            except StreamsError as error:
-                log.warning("lease_renewal_failed", num_held=len(self._held), error=str(error))
-                await backoff.wait()
-
-    def _report(self, key: EntryKey, loss: Loss) -> None:
-        entry = self._held.get(key)
-        # Released while the answer was on its way, or told before.
-        if entry is None or (loss is Loss.ORPHANED and key in self._orphaned):
-            return
-        if loss is Loss.LOST:
-            self.release(key)
-        else:
-            self._orphaned.add(key)
-        log.warning("lease_lost", lane=key[0], entry_id=key[1], reason=loss.value)
-        self.on_loss(entry, loss)
+    def tell(self, losses: Iterable[tuple[Entry, Loss]]) -> None:
+        """Acts on what a renewal has found: calls `on_loss`."""
+        for entry, loss in losses:
+            # Released while the answer was on its way, taken anew even, or told before.
+            if self._held.get(entry.key) is not entry or (loss is Loss.ORPHANED and entry.key in self._orphaned):
+                continue
+            if loss is Loss.LOST:
+                self.release(entry.key)
+            else:
+                self._orphaned.add(entry.key)
+            log.warning("lease_lost", lane=entry.lane, entry_id=entry.entry_id, reason=loss.value)
+            self.on_loss(entry, loss)

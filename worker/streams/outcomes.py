@@ -9,8 +9,9 @@ from worker.errors import ErrorCode, JobError
 from worker.protocol_envelope import JobEnvelope
 from worker.streams.connection import Backoff, Link
 from worker.streams.errors import ConnectionLostError, ServerError
-from worker.streams.keys import QueueKeys
-from worker.streams.leases import Entry, Leases
+from worker.streams.health import tell
+from worker.streams.keys import QueueKeys, lot_of
+from worker.streams.leases import Entry, EntryKey, Leases
 from worker.streams.scripts import Scripts, SettleStatus
 
 log = structlog.get_logger(__name__)
@@ -29,6 +30,8 @@ class Outcomes:
         self._scripts = scripts
         self._leases = leases
         self._lease_ms = lease_ms
+        # Called whenever an entry is held no longer.
+        self.on_released: Callable[[], None] = lambda: None
 
     async def settle(
         self,
@@ -55,7 +58,7 @@ class Outcomes:
                 record=record,
             )
         )
-        self._leases.release((envelope.lane, envelope.entry_id))
+        self._release((envelope.lane, envelope.entry_id))
         return status
 
     async def blame(self, envelope: JobEnvelope, *, crashes: int, solo: int, is_alone: bool) -> SettleStatus:
@@ -69,7 +72,7 @@ class Outcomes:
     async def drop(self, entry: Entry) -> bool:
         """Takes a duplicate or a conflict off the queue and touches nothing of the first entry's."""
         is_done = await self._persist(lambda: self._scripts.drop(entry.lane, entry.entry_id))
-        self._leases.release(entry.key)
+        self._release(entry.key)
         return is_done
 
     async def hand_over(self, envelope: JobEnvelope, *, wait_ms: int | None = None) -> SettleStatus:
@@ -85,8 +88,29 @@ class Outcomes:
             )
         )
         if status is not SettleStatus.GONE:
-            self._leases.release((envelope.lane, envelope.entry_id))
+            self._release((envelope.lane, envelope.entry_id))
         return status
+
+    async def put_aside(self, envelope: JobEnvelope) -> None:
+        """Lets a job that was not opened wait in its tenant's lot, without a mark against it.
+
+        It has been idle for no time there, and is touched before it looks dead (see `Backlog`).
+        """
+        await self._persist(
+            lambda: self._scripts.hand_over(
+                envelope.lane,
+                envelope.entry_id,
+                envelope.id,
+                idle_ms=0,
+                is_urgent=False,
+                consumer=lot_of(envelope.tenant.encode()),
+            )
+        )
+        self._release((envelope.lane, envelope.entry_id))
+
+    def _release(self, key: EntryKey) -> None:
+        self._leases.release(key)
+        self.on_released()
 
     async def _persist(self, call: Callable[[], Awaitable[_Answer]]) -> _Answer:
         return await persist(call, cap_s=self._lease_ms / 6000)
@@ -102,11 +126,11 @@ async def persist(call: Callable[[], Awaitable[_Answer]], *, cap_s: float) -> _A
         try:
             return await call()
         except ConnectionLostError as error:
-            log.warning("redis_call_repeated", error=str(error))
+            tell(log, "redis_call_repeated", error)
         except ServerError as error:
-            if not (error.is_passing or error.is_wrong_server):
+            if not error.is_temporary:
                 raise
-            log.warning("redis_call_repeated", error=str(error))
+            tell(log, "redis_call_repeated", error)
         await backoff.wait()
 
 

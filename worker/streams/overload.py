@@ -1,34 +1,31 @@
-"""What a worker without room still does: it ends jobs that nobody needs to run."""
+"""Waiting jobs that nobody needs to run: overdue, called off, or too many. They are taken only to be ended."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Collection
+from dataclasses import replace
 
 from worker.errors import ErrorCode
-from worker.protocol_envelope import JobEnvelope
+from worker.streams.backlog import Backlog, LaneBacklog, WaitingJob
 from worker.streams.clock import ServerClock
 from worker.streams.connection import Link
-from worker.streams.jobs import entry_of
-from worker.streams.keys import LANES, QueueKeys
+from worker.streams.keys import HANDOVER, LANES, QueueKeys
 from worker.streams.leases import Entry, Leases
 from worker.streams.scripts import Scripts
+from worker.streams.service_rate import ServiceRate
 
-EnvelopeParser = Callable[[Entry, int], JobEnvelope]
-
-
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """The oldest undelivered entry of a lane, as it was last seen."""
-
-    entry_id: str
-    job_id: str
-    deadline_ms: int | None
+# Entries of a lane that one look takes at most: each is opened and ended beside what runs.
+MAX_ENDED_PER_LOOK = 64
+# Cancel marks of waiting jobs that are asked for in one look without a hint; the next look goes on behind them.
+MAX_MARKS_PER_LOOK = 200
+# How often to look without a reason, in seconds.
+LOOK_S = 1.0
 
 
 class OldestWatch:
-    """Looks at the oldest undelivered entry of each lane and takes it if it is to end unrun.
+    """Looks through what waits, in lots and handed over too, and takes what is to end unrun, the oldest first.
 
-    A group read reaches only the head of a lane, so the oldest is what is shed when a lane is longer than
-    `max_depth` (0: never). `parse` makes an envelope of an entry and the time.
+    Where a lane is longer than `max_depth` (0: never) the oldest are shed: their clients have waited longest, and are
+    the likeliest to have left.
     """
 
     def __init__(
@@ -38,45 +35,97 @@ class OldestWatch:
         keys: QueueKeys,
         clock: ServerClock,
         leases: Leases,
-        parse: EnvelopeParser,
         max_depth: int = 0,
+        touch_ms: int = 10_000,
     ) -> None:
         self._link = link
-        self._scripts = scripts
         self._keys = keys
         self._clock = clock
         self._leases = leases
-        self._parse = parse
-        self._heads: dict[str, _Head] = {}
+        self._hinted: dict[str, set[str]] = {lane: set() for lane in LANES}
+        self._next_mark = dict.fromkeys(LANES, 0)
+        self._looked_at = dict.fromkeys(LANES, 0.0)
+        self._has_more = False
+        self.backlog = Backlog(scripts, clock, touch_ms)
+        self.rate = ServiceRate()
+        self.depths = dict.fromkeys(LANES, 0)
         self.max_depth = max_depth
 
+    def hint_cancel(self, job_ids: Collection[str]) -> None:
+        """These jobs, not held here, may have been called off: ask for their marks at the next look."""
+        for hinted in self._hinted.values():
+            hinted.update(job_ids)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is a reason to look at once: a hint, more to end than the last look took, or its time."""
+        is_time = time.monotonic() - min(self._looked_at.values()) >= LOOK_S
+        return is_time or self._has_more or any(self._hinted.values())
+
     async def look(self) -> list[Entry]:
-        """At most one entry per lane, with `must_end` set, under lease. Call it once a second. Raises StreamsError."""
+        """Entries with `must_end` set, under lease. Call it once a second, and on a hint. Raises StreamsError."""
         entries: list[Entry] = []
+        self._has_more = False
         for lane in LANES:
-            known = self._heads.get(lane)
-            length, entry_id, flat = await self._scripts.peek_oldest(lane, known.entry_id if known else "")
-            if entry_id is None:
-                self._heads.pop(lane, None)
-                continue
-            if flat is not None:
-                envelope = self._parse(entry_of(lane, entry_id, flat), self._clock.now_ms())
-                known = self._heads[lane] = _Head(entry_id, envelope.id, envelope.deadline_ms)
-            if known is not None and (why := await self._why_end(known, length)) is not None:
-                entries += await self._take(lane, entry_id, why)
+            known = await self.backlog.look(lane)
+            self._looked_at[lane] = time.monotonic()
+            if known is None:
+                self._hinted[lane].clear()
+            else:
+                entries += await self._look_at(lane, known)
         return self._leases.hold_new(entries)
 
-    async def _why_end(self, head: _Head, length: int) -> ErrorCode | None:
-        if head.deadline_ms is not None and self._clock.now_ms() >= head.deadline_ms:
-            return ErrorCode.DEADLINE_EXCEEDED
-        if await self._link.call("EXISTS", self._keys.cancel(head.job_id)):
-            return ErrorCode.CANCELLED
-        if self.max_depth and length > self.max_depth:
-            return ErrorCode.OVERLOADED
-        return None
-
-    async def _take(self, lane: str, entry_id: str, why: ErrorCode) -> list[Entry]:
-        flat = await self._scripts.take_oldest(lane, entry_id)
-        if flat is None:
+    async def look_if_due(self, lane: str, known: LaneBacklog) -> list[Entry]:
+        """The same for a worker that has room: it takes all there is, but for tenants that have to wait."""
+        if not known.lots:
+            self._hinted[lane].clear()
             return []
-        return [replace(entry_of(lane, entry_id, flat), must_end=why)]
+        if not self._hinted[lane] and time.monotonic() - self._looked_at[lane] < LOOK_S:
+            return []
+        self._looked_at[lane] = time.monotonic()
+        return self._leases.hold_new(await self._look_at(lane, known))
+
+    async def _look_at(self, lane: str, known: LaneBacklog) -> list[Entry]:
+        await self.backlog.look_aside(lane)
+        self.depths[lane] = known.length
+        num_over = known.length - self.max_depth if self.max_depth else 0
+        if num_over > 0:
+            await self._count_workers()
+        jobs = known.waiting()
+        marked = await self._marked(lane, jobs)
+        now_ms = self._clock.now_ms()
+        entries: list[Entry] = []
+        for job in jobs:
+            if len(entries) == MAX_ENDED_PER_LOOK:
+                self._has_more = True
+                break
+            if job.deadline_ms is not None and now_ms >= job.deadline_ms:
+                why = ErrorCode.DEADLINE_EXCEEDED
+            elif job.job_id in marked:
+                why = ErrorCode.CANCELLED
+            elif len(entries) < num_over and job.lot != HANDOVER:  # what was begun is not shed
+                why = ErrorCode.OVERLOADED
+            else:
+                continue
+            entry = await self.backlog.take(lane, job.entry_id)
+            if entry is not None:
+                entries.append(replace(entry, must_end=why))
+        return entries
+
+    async def _count_workers(self) -> None:
+        (names,) = await self._link.batch([("ZRANGE", self._keys.workers, 0, -1)])
+        if isinstance(names, list):
+            self.rate.num_workers = len(names)
+
+    async def _marked(self, lane: str, jobs: list[WaitingJob]) -> set[str]:
+        """Those of `jobs` that were called off, of a part of them: the hinted ones, and some more in turn."""
+        hinted, self._hinted[lane] = self._hinted[lane], set()
+        start = self._next_mark[lane] if self._next_mark[lane] < len(jobs) else 0
+        some = jobs[start : start + MAX_MARKS_PER_LOOK]
+        self._next_mark[lane] = start + len(some)
+        asked = {job.job_id for job in some} | {job.job_id for job in jobs if job.job_id in hinted}
+        if not asked:
+            return set()
+        ids = list(asked)
+        answers = await self._link.batch([("EXISTS", self._keys.cancel(job_id)) for job_id in ids])
+        return {job_id for job_id, answer in zip(ids, answers, strict=True) if answer == 1}

@@ -9,6 +9,7 @@ import structlog
 from worker.streams.clock import ServerClock
 from worker.streams.connection import Backoff, Link
 from worker.streams.errors import ServerError, StreamsError
+from worker.streams.health import tell
 from worker.streams.key_check import KeyCheck
 from worker.streams.keys import LANES, QueueKeys
 from worker.streams.leases import Entry
@@ -51,9 +52,13 @@ class Registry:
         await self._forget_silent_workers()
 
     async def leave(self) -> None:
-        """Takes this worker out of the registry."""
+        """Takes this worker out of the registry, and what told it to stop out of the config: no other has its name."""
         await self._link.batch(
-            [("ZREM", self._keys.workers, self._worker_id), ("DEL", self._keys.worker(self._worker_id))]
+            [
+                ("ZREM", self._keys.workers, self._worker_id),
+                ("DEL", self._keys.worker(self._worker_id)),
+                ("HDEL", self._keys.config, f"drain:{self._worker_id}"),
+            ]
         )
 
     async def sweep(self) -> None:
@@ -92,7 +97,7 @@ class Registry:
                 backoff.reset()
                 await asyncio.sleep(self._beat_ms / 1000)
             except StreamsError as error:
-                log.warning("heartbeat_failed", worker=self._worker_id, error=str(error))
+                tell(log, "heartbeat_failed", error, worker=self._worker_id)
                 await backoff.wait()
 
 

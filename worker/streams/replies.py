@@ -12,6 +12,7 @@ from worker.protocol_envelope import JobEnvelope
 from worker.streams.clock import ServerClock
 from worker.streams.connection import Backoff, Command, Link
 from worker.streams.errors import ConnectionLostError, ServerError, StreamsError
+from worker.streams.health import tell
 from worker.streams.keys import QueueKeys
 from worker.streams.recovery import Recovered, UnreadableReplyError, recover
 from worker.streams.reply_writer import ReplyStatus, ReplyWriter
@@ -100,6 +101,12 @@ class Replies:
         self._dirty.pop(writer, None)
         self._tell_progress()
 
+    async def abandon(self, writer: ReplyWriter) -> None:
+        """The client is gone: takes the reply away that this attempt has begun. Raises StreamsError."""
+        await self._reader.call("DEL", self._keys.reply(writer.job_id))
+        if writer in self._live:
+            self._close(writer, ReplyStatus.ABANDONED)
+
     async def drained(self, writer: ReplyWriter) -> None:
         """Waits until everything that was given to `writer` is written, or can't be."""
         writer.hurry()
@@ -113,7 +120,7 @@ class Replies:
             try:
                 is_done = await self.flush()
             except StreamsError as error:
-                log.warning("reply_flush_failed", num_waiting=len(self._dirty), error=str(error))
+                tell(log, "reply_flush_failed", error, num_waiting=len(self._dirty))
                 is_done = False
             if is_done:
                 self._backoff.reset()
@@ -163,7 +170,7 @@ class Replies:
             elif answer.is_wrong_server:
                 raise ConnectionLostError(f"this server takes no writes: {answer}")
             else:
-                log.warning("reply_write_refused", job_id=writer.job_id, error=str(answer))
+                tell(log, "reply_write_refused", answer, job_id=writer.job_id)
                 is_done = False
         for writer, last_id in zip(refused, await self._last_ids(refused, generation), strict=True):
             if writer.in_flight is not None and last_id == writer.in_flight.entry_id:

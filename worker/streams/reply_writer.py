@@ -49,7 +49,8 @@ class ReplyWriter:
     A job may have several choices: each token event is of one of them and names it by `index`, and they take turns.
     Their ends, and unstreamed all that they have said, are in the terminal event's `choices`.
 
-    `on_change` is called when there is something to write, `on_closed` once when the status leaves LIVE.
+    `on_change` is called when there is something to write, `on_closed` when the status leaves LIVE, and once more at
+    the end of a job that went on after its reply was deleted.
     """
 
     def __init__(
@@ -220,6 +221,8 @@ class ReplyWriter:
     # How events are made.
 
     def _finish(self, kind: str, fields: Mapping[str, str]) -> None:
+        if self.status is ReplyStatus.ABANDONED:  # the job went on without a reply, and has to be settled now
+            self._on_closed(self)
         if self._terminal is None and self.status is ReplyStatus.LIVE:
             self._terminal = (kind, fields)
             self._on_change(self)

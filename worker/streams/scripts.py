@@ -13,6 +13,10 @@ from worker.streams.keys import GROUP, HANDOVER, QueueKeys
 
 # XCLAIM's arguments pass over Lua's stack, which holds about 8,000.
 MAX_IDS_PER_RENEWAL = 1000
+# Entries that one call reads to reach one further back: each comes with all its fields, of up to a megabyte.
+MAX_IDS_PER_REACH = 32
+# A tenant may be ahead of its rate by so many milliseconds' worth.
+BURST_MS = 1000.0
 SCRIPT_NAMES = (
     "open",
     "blame",
@@ -20,8 +24,12 @@ SCRIPT_NAMES = (
     "settle",
     "drop",
     "hand_over",
-    "peek_oldest",
-    "take_oldest",
+    "look_ahead",
+    "look_aside",
+    "take_waiting",
+    "take_lot",
+    "admit",
+    "charge",
     "beat",
     "sweep_consumers",
 )
@@ -84,9 +92,35 @@ class RenewResult:
     orphaned: frozenset[str]
 
 
+@dataclass(frozen=True, slots=True)
+class Lot:
+    """Entries of one tenant that were read and put back, waiting in the group under the tenant's name."""
+
+    name: str
+    num_entries: int
+    oldest_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LaneView:
+    """What waits in a lane. `length` counts all entries, also those that run; `entries`: id, lot and limiting fields
+    of some that nobody has read; `has_more`: of those there may be more."""
+
+    length: int
+    last_delivered_id: str
+    lots: tuple[Lot, ...]
+    entries: tuple[tuple[str, str, list[bytes]], ...]
+    has_more: bool
+
+
+def source_of(name: str) -> str:
+    """The Lua of one of SCRIPT_NAMES."""
+    return files("worker.streams").joinpath("lua", f"{name}.lua").read_text()
+
+
 class _Script:
     def __init__(self, name: str) -> None:
-        self._source = files("worker.streams").joinpath("lua", f"{name}.lua").read_bytes()
+        self._source = source_of(name).encode()
         self._sha = hashlib.sha1(self._source, usedforsecurity=False).hexdigest()
 
     async def run(self, link: Link, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
@@ -111,6 +145,11 @@ class Scripts:
         self._keys = keys
         self._consumer = consumer
         self._scripts = {name: _Script(name) for name in SCRIPT_NAMES}
+
+    @property
+    def queue(self) -> str:
+        """The queue's name."""
+        return self._keys.queue
 
     async def _run(self, name: str, keys: Sequence[str], *arguments: Argument) -> Any:
         return await self._scripts[name].run(self._link, keys, arguments)
@@ -210,30 +249,102 @@ class Scripts:
         return bool(await self._run("drop", [self._keys.jobs(lane)], GROUP, self._consumer, entry_id) == 1)
 
     async def hand_over(
-        self, lane: str, entry_id: str, job_id: str, *, idle_ms: int, is_urgent: bool = True
+        self,
+        lane: str,
+        entry_id: str,
+        job_id: str,
+        *,
+        idle_ms: int,
+        is_urgent: bool = True,
+        consumer: str = HANDOVER,
     ) -> SettleStatus:
         """Gives an entry back as if it had been idle for `idle_ms`; a peer takes it once that reaches its lease.
 
-        `is_urgent` wakes the peers.
+        `is_urgent` wakes the peers. `consumer` is the name that it waits under: a lot's, where it waits for its tenant.
         """
         keys = self._keys
         answer = await self._run(
             "hand_over",
             [keys.jobs(lane), keys.state(job_id), keys.control],
-            *(GROUP, self._consumer, entry_id, lane, HANDOVER, idle_ms, "1" if is_urgent else "0"),
+            *(GROUP, self._consumer, entry_id, lane, consumer, idle_ms, "1" if is_urgent else "0"),
         )
         return SettleStatus(answer.decode())
 
-    async def peek_oldest(self, lane: str, known_entry_id: str = "") -> tuple[int, str | None, list[bytes] | None]:
-        """Length of the lane, id of its oldest undelivered entry, and its fields (unless it is the known one)."""
-        length, *rest = await self._run("peek_oldest", [self._keys.jobs(lane)], GROUP, known_entry_id)
-        entry_id = rest[0].decode() if rest else None
-        return int(length), entry_id, rest[1] if len(rest) > 1 else None
+    async def look_ahead(self, lane: str, after: str, *, max_entries: int, touch_ms: int) -> LaneView | None:
+        """What waits in `lane`, its unread entries from the id `after` on ("": from the first); None: no such group.
 
-    async def take_oldest(self, lane: str, entry_id: str) -> list[bytes] | None:
-        """Takes the oldest undelivered entry if it is `entry_id`; answers its flat fields, or None."""
-        answer = await self._run("take_oldest", [self._keys.jobs(lane)], GROUP, self._consumer, entry_id)
-        return None if answer is None else answer[1]
+        Entries that lie in a lot for `touch_ms` are touched, so that nobody takes them for a dead worker's.
+        """
+        answer = await self._run("look_ahead", [self._keys.jobs(lane)], GROUP, after, max_entries, touch_ms)
+        if not answer:
+            return None
+        length, delivered, lots, entries, has_more = answer
+        return LaneView(
+            length=int(length),
+            last_delivered_id=delivered.decode(),
+            lots=tuple(Lot(name.decode(), int(num), oldest.decode()) for name, num, oldest in lots),
+            entries=tuple((entry_id.decode(), lot.decode(), flat) for entry_id, lot, flat in entries),
+            has_more=has_more == 1,
+        )
+
+    async def look_aside(
+        self, lane: str, consumer: str, after: str, *, max_entries: int
+    ) -> list[tuple[str, list[bytes]]]:
+        """Ids and limiting fields of what waits in `lane` under a lot's name or handed over, from `after` on."""
+        keys = [self._keys.jobs(lane)]
+        answer = await self._run("look_aside", keys, GROUP, consumer, after, max_entries)
+        return [(entry_id.decode(), flat) for entry_id, flat in answer]
+
+    async def take_waiting(self, lane: str, entry_id: str) -> tuple[list[bytes], int] | None:
+        """Takes one entry that waits, wherever; answers its flat fields and deliveries, None where it is gone."""
+        answer = await self._reach(lane, entry_id, "0")
+        return None if answer is None else (answer[0], int(answer[1]))
+
+    async def set_aside(self, lane: str, entry_id: str) -> None:
+        """Puts the unread entries up to `entry_id` into the lots of their tenants."""
+        await self._reach(lane, entry_id, "1")
+
+    async def _reach(self, lane: str, entry_id: str, is_aside: str) -> Any:
+        arguments = (GROUP, self._consumer, entry_id, HANDOVER, MAX_IDS_PER_REACH, is_aside)
+        while (answer := await self._run("take_waiting", [self._keys.jobs(lane)], *arguments)) == b"more":
+            pass
+        return answer
+
+    async def take_lot(self, lane: str, lot: str, num_entries: int) -> list[tuple[str, list[bytes], int]]:
+        """Takes the oldest entries of a lot; answers their ids, flat fields and deliveries."""
+        answer = await self._run("take_lot", [self._keys.jobs(lane)], GROUP, self._consumer, lot, num_entries)
+        return [(entry_id.decode(), flat, int(deliveries)) for entry_id, flat, deliveries in answer]
+
+    async def admit(
+        self,
+        lane: str,
+        entry_id: str,
+        job_id: str,
+        tenant: str,
+        *,
+        lease_ms: int,
+        concurrency: int | None,
+        rate: float | None,
+        is_token_limited: bool,
+        run_ttl_ms: int,
+    ) -> tuple[str, int]:
+        """Whether a job may begin: `admitted`, or what is in the way (`concurrency`, `rate`, `tokens`) and for how
+        many ms, 0 where nobody knows."""
+        keys = self._keys
+        interval_ms = 0.0 if rate is None else 1000 / rate
+        answer = await self._run(
+            "admit",
+            [keys.running(tenant), keys.rate(tenant), keys.token_rate(tenant), keys.state(job_id), *keys.lanes],
+            *(GROUP, f"{lane}/{entry_id}", lease_ms, concurrency or 0),
+            # A second's worth of jobs may begin at once, and one at least.
+            *(interval_ms, max(0.0, BURST_MS - interval_ms), "1" if is_token_limited else "0", BURST_MS),
+            *(run_ttl_ms, HANDOVER),
+        )
+        return answer[0].decode(), int(answer[1]) if len(answer) > 1 else 0
+
+    async def charge(self, tenant: str, num_tokens: int, token_rate: float) -> None:
+        """Charges a tenant for tokens that it has had."""
+        await self._run("charge", [self._keys.token_rate(tenant)], 1000 * num_tokens / token_rate)
 
     async def beat(self, *, expiry_ms: int, fields: Mapping[str, str | int | float]) -> int:
         """Writes this worker's entry in the registry; answers the server's time in ms."""

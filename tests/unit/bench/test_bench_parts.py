@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from ops.bench import cli
 from ops.bench.block_sizes import COLUMNS as SIZE_COLUMNS
 from ops.bench.block_sizes import SizeRun, summary_of
 from ops.bench.cli import main
 from ops.bench.modes import COLUMNS as MODE_COLUMNS
 from ops.bench.modes import MODES, ModeRuns, cpu_ratios, fastest_ratio
+from ops.bench.parts import by_turns
 from ops.bench.trace_run import TraceRun
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from tests.unit.bench.made import ours_run
@@ -27,6 +29,22 @@ def run(capsys: pytest.CaptureFixture[str], folder: Path, *words: object) -> tup
     assert main([str(word) for word in (*words, *model)]) == 0
     lines = capsys.readouterr().out.splitlines()
     return [line.split("\t") for line in lines[:-1]], json.loads(lines[-1])
+
+
+def test_help_lists_each_measurement_and_each_has_help_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    modules = [path for path in Path(cli.__file__).parent.glob("*.py") if "\ndef command(" in path.read_text()]
+    names = {path.stem.replace("_", "-") for path in modules} - {"cli"}
+    assert len(names) >= 3
+    assert main(["--help"]) == 0
+    commands = capsys.readouterr().out.partition("\nCommands:\n")[2]
+    assert {line.split()[0] for line in commands.splitlines() if line.startswith("  ") and line[2] != " "} == names
+    for name in names:
+        assert main([name, "--help"]) == 0
+        assert capsys.readouterr().out.startswith(f"Usage: pagemill bench {name} [OPTIONS]")
+
+
+def test_each_alternation_begins_with_another_side() -> None:
+    assert list(by_turns("abc", 2)) == [(0, "a"), (0, "b"), (0, "c"), (1, "b"), (1, "c"), (1, "a")]
 
 
 def test_the_modes_serve_the_trace_by_turns_and_auto_is_compared(

@@ -13,7 +13,7 @@ from redis import Redis
 
 from tests.unit.cli.conftest import Pagemill, Server
 from worker.protocol import digest_of
-from worker.streams.keys import TERMINAL_SEQ, QueueKeys
+from worker.streams.keys import TERMINAL_SEQ, QueueKeys, lot_of
 
 pytestmark = pytest.mark.usefixtures("at_server")
 
@@ -239,6 +239,32 @@ def test_jobs_shows_lanes_unfinished_jobs_and_outcomes(pagemill: Pagemill, serve
     assert "secret" not in result.out
 
 
+def test_what_was_put_back_waits_as_what_nobody_has_read(pagemill: Pagemill, server: Server) -> None:
+    ids = [server.xadd(KEYS.jobs("normal"), {"prompt": "x"}) for _ in range(5)]
+    server.xgroup_create(KEYS.jobs("normal"), "workers", "0")
+    server.xreadgroup("workers", "w1", {KEYS.jobs("normal"): ">"}, count=3)
+    for name, entry_id in ((lot_of(b"acme"), ids[0]), ("handover", ids[1])):
+        server.execute_command("XCLAIM", KEYS.jobs("normal"), "workers", name, 0, entry_id)
+    server.hset(KEYS.config, "paused", "1")
+    result = pagemill("jobs")
+    assert "normal\t4\t1\t" in result.out
+    assert result.err == "Queue smollm2 is paused: `pagemill resume` lets it go on\n"
+
+
+def test_pause_resume_and_drain_write_the_config_and_give_a_hint(pagemill: Pagemill, server: Server) -> None:
+    assert pagemill("pause").out == "queue smollm2 is paused: `pagemill resume` lets it go on\n"
+    assert server.hgetall(KEYS.config) == {b"paused": b"1"}
+    assert pagemill("resume").out == "queue smollm2 goes on\n"
+    assert pagemill("resume").out == "queue smollm2 was not paused\n"
+    server.hset(KEYS.worker("w1"), "model", "smollm2")
+    assert pagemill("drain", "w1").code == 0
+    assert server.hgetall(KEYS.config) == {b"drain:w1": b"1"}
+    assert [fields for _, fields in server.xrange(KEYS.control)] == [{b"op": b"config"}] * 4
+    unknown = pagemill("drain", "w2")
+    assert (unknown.code, unknown.out) == (2, "")
+    assert "queue smollm2 has no worker 'w2': `pagemill workers` lists those it has" in unknown.err
+
+
 def test_workers_shows_the_registry_and_what_each_says(pagemill: Pagemill, server: Server) -> None:
     server.zadd(KEYS.workers, {"w1": time.time() * 1000, "lost": (time.time() - 90) * 1000})
     server.hset(KEYS.worker("w1"), mapping={"running": "3", "model": "smollm2", "kv_use": "0.5", "beat": "1"})
@@ -246,6 +272,43 @@ def test_workers_shows_the_registry_and_what_each_says(pagemill: Pagemill, serve
     assert header == ["worker", "last beat", "model", "running", "kv_use"]
     assert [[row[0], *row[2:]] for row in rows] == [["w1", "smollm2", "3", "0.5"]], "who missed three beats is gone"
     assert rows[0][1].endswith(("s ago", "min ago"))
+
+
+def test_jobs_and_workers_tell_several_queues_apart(
+    pagemill: Pagemill, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEMILL_QUEUE", "smollm2, other")
+    other = QueueKeys("other")
+    server.xadd(other.jobs("low"), {"prompt": "x"})
+    server.hset(KEYS.state("run"), mapping={"status": "running"})
+    for keys, running in ((KEYS, "3"), (other, "5")):
+        server.zadd(keys.workers, {"w1": time.time() * 1000})
+        server.hset(keys.worker("w1"), "running", running)
+    rows = [line.split("\t") for line in pagemill("jobs").out.splitlines()]
+    assert rows[0] == ["queue", "lane", "waiting", "held", "oldest"]
+    assert ["other", "low", "1", "0"] in [row[:4] for row in rows]
+    assert ["smollm2", "low", "0", "0"] in [row[:4] for row in rows]
+    assert ["smollm2", "run", "running"] in [row[:3] for row in rows]
+    workers = [line.split("\t") for line in pagemill("workers").out.splitlines()]
+    assert [[row[0], row[1], row[3]] for row in workers[1:]] == [["smollm2", "w1", "3"], ["other", "w1", "5"]]
+
+
+@pytest.mark.parametrize("words", [("enqueue", "hello"), ("cancel", "j1"), ("dead",)])
+def test_a_command_of_one_queue_asks_which_of_several(
+    pagemill: Pagemill, server: Server, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("PAGEMILL_QUEUE", "smollm2,other")
+    said = "names 2 queues and this command works with one: add --queue with one of"
+    result = pagemill(*words)
+    assert (result.code, result.err) == (2, f"pagemill: PAGEMILL_QUEUE {said} smollm2, other\n")
+    flagged = pagemill(*words[:1], "--queue", "a,b", *words[1:])
+    assert flagged.err == f"pagemill: --queue {said} a, b\n"
+    assert not server.keys("*"), "nothing was written anywhere"
+
+
+def test_one_raw_command_needs_no_queue(pagemill: Pagemill, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEMILL_QUEUE", "smollm2,other")
+    assert pagemill("redis", "PING").out == "PONG\n"
 
 
 def test_dead_lists_letters_and_shows_one_whole(pagemill: Pagemill, server: Server) -> None:

@@ -193,6 +193,14 @@ def test_the_lines_to_try_name_a_server_that_was_given(monkeypatch: pytest.Monke
     assert commands(closed_server)[0][1:4] == ["enqueue", "--redis-url", "redis://default:PASSWORD@host:6379"]
 
 
+def test_the_lines_to_try_use_the_first_of_several_queues_and_name_all() -> None:
+    settings = load_settings({"redis_url": "redis://host", "queue": "smollm2,other"})
+    assert lines_to_try(settings)[1].startswith("Serving the queues smollm2, other. From another terminal")
+    enqueue, *_ = commands(settings)
+    assert enqueue[4:6] == ["--queue", "smollm2"]
+    assert all("pagemill:{smollm2}:" in " ".join(words) for words in commands(settings)[1:])
+
+
 @pytest.mark.parametrize(
     ("url", "shown"),
     [

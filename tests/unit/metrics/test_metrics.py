@@ -34,7 +34,7 @@ STATS = SchedulerStats(
 
 @pytest.fixture
 def metrics() -> WorkerMetrics:
-    return WorkerMetrics(worker_id="w1", queue="q", model="smollm2", version="0.1.0")
+    return WorkerMetrics(worker_id="w1", queues=["q", "other"], model="smollm2", version="0.1.0")
 
 
 def samples(text: str) -> dict[str, float]:
@@ -104,21 +104,33 @@ def test_jobs_are_counted_by_outcome_with_their_tokens_and_times(metrics: Worker
         first_token_s=0.2,
         finished_s=1.0,
     )
-    metrics.job_settled("ok", 1.0, stats)
-    metrics.job_settled("bad_request", 0.01)
-    metrics.job_settled("abandoned")
-    metrics.set_jobs_held(5)
-    metrics.first_scheduled(0.1)
-    metrics.first_token(-0.5)
-    metrics.inter_token(0.03)
+    jobs = metrics.of_queue("q")
+    jobs.job_settled("ok", 1.0, stats)
+    jobs.job_settled("bad_request", 0.01)
+    jobs.job_settled("abandoned")
+    jobs.set_jobs_held(5)
+    jobs.first_scheduled(0.1)
+    jobs.first_token(-0.5)
+    jobs.inter_token(0.03)
     read = page(metrics)
-    assert [read[f"pagemill_jobs_total,outcome={name}"] for name in ("ok", "bad_request", "abandoned")] == [1, 1, 1]
-    assert [read[f"pagemill_tokens_total,kind={kind}"] for kind in ("prompt", "generated", "cached")] == [30, 12, 16]
-    assert read["pagemill_jobs_held"] == 5
-    assert read["pagemill_job_seconds_count"] == 2
-    assert (read["pagemill_first_token_seconds_count"], read["pagemill_first_token_seconds_sum"]) == (1, 0)
-    assert read["pagemill_inter_token_seconds_bucket,le=0.04"] == 1
-    assert read["pagemill_queue_seconds_bucket,le=0.05"] == 0
+    outcomes, kinds = ("ok", "bad_request", "abandoned"), ("prompt", "generated", "cached")
+    assert [read[f"pagemill_jobs_total,outcome={name},queue=q"] for name in outcomes] == [1, 1, 1]
+    assert [read[f"pagemill_tokens_total,kind={kind},queue=q"] for kind in kinds] == [30, 12, 16]
+    assert read["pagemill_jobs_held,queue=q"] == 5
+    assert read["pagemill_job_seconds_count,queue=q"] == 2
+    assert read["pagemill_first_token_seconds_count,queue=q"] == 1
+    assert read["pagemill_first_token_seconds_sum,queue=q"] == 0
+    assert read["pagemill_inter_token_seconds_bucket,le=0.04,queue=q"] == 1
+    assert read["pagemill_queue_seconds_bucket,le=0.05,queue=q"] == 0
+
+
+def test_each_queue_has_series_of_its_own(metrics: WorkerMetrics) -> None:
+    metrics.of_queue("q").job_settled("ok", 1.0)
+    metrics.of_queue("other").set_jobs_held(3)
+    read = page(metrics)
+    assert [read[f"pagemill_jobs_total,outcome=ok,queue={queue}"] for queue in ("q", "other")] == [1, 0]
+    assert [read[f"pagemill_jobs_held,queue={queue}"] for queue in ("q", "other")] == [0, 3]
+    assert [read[f"pagemill_job_seconds_count,queue={queue}"] for queue in ("q", "other")] == [1, 0]
 
 
 def test_swapping_shows_in_both_ways_and_what_went_wrong(metrics: WorkerMetrics) -> None:
@@ -153,14 +165,14 @@ def test_series_are_there_before_anything_happens(metrics: WorkerMetrics) -> Non
     read = page(metrics)
     assert read["pagemill_preemptions_total,mode=swap"] == 0
     assert read["pagemill_swapped_bytes_total,way=out"] == read["pagemill_swap_damaged_blocks_total"] == 0
-    assert read["pagemill_jobs_total,outcome=ok"] == 0
-    assert read["pagemill_worker_info,model=smollm2,queue=q,version=0.1.0,worker_id=w1"] == 1
+    assert read["pagemill_jobs_total,outcome=ok,queue=q"] == 0
+    assert read["pagemill_worker_info,model=smollm2,queue=q,other,version=0.1.0,worker_id=w1"] == 1
 
 
 def test_two_workers_in_one_process_dont_mix(metrics: WorkerMetrics) -> None:
-    other = WorkerMetrics(worker_id="w2", queue="q", model="smollm2", version="0.1.0")
-    metrics.job_settled("ok")
-    assert page(other)["pagemill_jobs_total,outcome=ok"] == 0
+    other = WorkerMetrics(worker_id="w2", queues=["q"], model="smollm2", version="0.1.0")
+    metrics.of_queue("q").job_settled("ok")
+    assert page(other)["pagemill_jobs_total,outcome=ok,queue=q"] == 0
 
 
 class Checks:

@@ -85,7 +85,7 @@ class Bench:
     """A gate at work, and its surroundings."""
 
     def __init__(self) -> None:
-        self.metrics = WorkerMetrics(worker_id="w", queue="q", model="m", version="0")
+        self.metrics = WorkerMetrics(worker_id="w", queues=("q",), model="m", version="0")
         self.now_s = 0.0
         self.gate = EngineGate(self.metrics, clock=lambda: self.now_s)
         self.engine = Engine()

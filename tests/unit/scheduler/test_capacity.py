@@ -3,9 +3,9 @@
 import pytest
 
 from scheduler import CacheConfig, FinishReason, Scheduler, SchedulerConfig, SequenceStatus
+from scheduler.admission import MAX_PASSES
 from scheduler.errors import DuplicateSequenceError, InvalidConfigError, PromptTooLongError
 from scheduler.invariants import check
-from scheduler.scheduler import MAX_PASSES
 from tests.unit.scheduler.fake_runner import Driver, generate
 from tests.unit.scheduler.makers import make_scheduler, make_seq
 

@@ -176,4 +176,4 @@ def test_those_that_ended_before_their_deadline_are_forgotten() -> None:
     for number in range(400):
         driver.add(make_seq(f"s{number}", 2, 1, deadline_s=1e9))
         driver.step()
-    assert len(driver.scheduler._deadlines._heap) < 200
+    assert len(driver.scheduler._roster.deadlines._heap) < 200

@@ -30,7 +30,7 @@ def test_a_flag_wins_over_the_environment_and_the_environment_over_the_default(
     monkeypatch.setenv("PAGEMILL_MAX_NUM_SEQS", "7")
     monkeypatch.setenv("PAGEMILL_LANE_WEIGHTS", "3:2:1")
     assert load_settings().max_num_seqs == 7
-    assert load_settings().lane_weights == (3, 2, 1)
+    assert load_settings().lane_weights == "3:2:1"
     assert load_settings({"max_num_seqs": "9"}).max_num_seqs == 9
 
 
@@ -52,8 +52,24 @@ def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> N
         ({"gpu_memory_utilization": "nan"}, "--gpu-memory-utilization is 'nan': use 1.0 or less"),
         ({"gpu_memory_utilization": "1.5"}, "--gpu-memory-utilization is '1.5': use 1.0 or less"),
         ({"queue": "a b"}, "--queue is 'a b': use 1 to 64 letters, digits, `_`, `.` or `-`"),
-        ({"lane_weights": "8:4"}, "--lane-weights is '8:4': use three whole numbers as high:normal:low, like 8:4:1"),
-        ({"lane_weights": "8:0:1"}, "--lane-weights is '8:0:1': use 1 or more"),
+        (
+            {"queue": "a,b c"},
+            "--queue is 'a,b c': 'b c' is no name of a queue: use 1 to 64 letters, digits, `_`, `.` or `-`",
+        ),
+        (
+            {"queue": "a,,b"},
+            "--queue is 'a,,b': '' is no name of a queue: use 1 to 64 letters, digits, `_`, `.` or `-`",
+        ),
+        ({"queue": "b,a, b"}, "--queue is 'b,a, b': b is there more than once: name each queue once"),
+        (
+            {"lane_weights": "8:4"},
+            "--lane-weights is '8:4': use strict, or three whole numbers from 1 to 1000 as high:normal:low, like 8:4:1",
+        ),
+        (
+            {"lane_weights": "8:0:1"},
+            "--lane-weights is '8:0:1': use strict, or three whole numbers from 1 to 1000 as high:normal:low, "
+            "like 8:4:1",
+        ),
         ({"metrics_port": "65536"}, "--metrics-port is '65536': use 65535 or less"),
         ({"enable_prefix_caching": "perhaps"}, "--enable-prefix-caching is 'perhaps': use true or false"),
         ({"model": ""}, "--model is '': it must not be empty"),
@@ -102,6 +118,13 @@ def test_every_bad_value_is_named_at_once() -> None:
     with pytest.raises(StartupError) as refusal:
         load_settings({"model": "", "device": "tpu", "lease_ms": "1"})
     assert [part.split()[0] for part in str(refusal.value).split("; ")] == ["--model", "--device", "--lease-ms"]
+
+
+def test_several_queues_are_one_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings().queues == ("smollm2",)
+    monkeypatch.setenv("PAGEMILL_QUEUE", " b , a.1 ")
+    assert (load_settings().queue, load_settings().queues) == ("b,a.1", ("b", "a.1"))
+    assert load_settings({"queue": "c"}).queues == ("c",)
 
 
 def test_the_password_of_the_server_shows_nowhere() -> None:

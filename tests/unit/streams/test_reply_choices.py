@@ -70,8 +70,7 @@ def test_a_client_has_every_choice(is_streaming: bool) -> None:
     writer.end(["stop", "length", "eos"], usage={}, receipt={})
     reply = read(events + write_all(writer))
     assert [(each.text, each.finish) for each in reply.choices] == [("bc", "stop"), ("ad", "length"), ("", "eos")]
-    if is_streaming:
-        assert [each.ids for each in reply.choices] == [[2, 3], [1, 4], []]
+    assert [each.ids for each in reply.choices] == [[2, 3], [1, 4], []]
 
 
 def test_unstreamed_checkpoints_of_all_choices_go_out_together() -> None:

@@ -15,8 +15,10 @@ if pending[1][2] ~= ARGV[2] then return 'other' end
 if #redis.call('XRANGE', KEYS[1], ARGV[3], ARGV[3], 'COUNT', 1) == 0 then return 'gone' end
 redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[5], 0, ARGV[3], 'IDLE', ARGV[6], 'RETRYCOUNT', 0, 'JUSTID')
 -- What follows only helps, so keys of another type under these names are no hindrance.
--- HSET on a missing record would leave a hash without expiry.
-if redis.pcall('HGET', KEYS[2], 'entry') == ARGV[4] .. '/' .. ARGV[3] then
+-- HSET on a missing record would leave a hash without expiry; and what a dead worker had stays running in the record,
+-- until somebody opens it and counts that.
+local record = redis.pcall('HMGET', KEYS[2], 'entry', 'worker')
+if record[1] == ARGV[4] .. '/' .. ARGV[3] and record[2] == ARGV[2] then
   redis.call('HSET', KEYS[2], 'status', 'queued')
 end
 if ARGV[7] == '1' then

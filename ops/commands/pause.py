@@ -1,0 +1,18 @@
+"""`pagemill pause`: nobody takes jobs from the queue until it is resumed."""
+
+import click
+
+from ops.queue_control import set_config
+from ops.server import client_settings, find_server, run_on_link, server_options
+
+
+@click.command()
+@server_options
+def command(queue: str | None, redis_url: str | None, data_dir: str | None) -> None:
+    """Stop the taking of jobs from a queue, by all its workers, until `pagemill resume`.
+
+    Running jobs finish. What waits stays; jobs that are overdue or called off are ended all the same.
+    """
+    settings = client_settings(queue, redis_url, data_dir)
+    run_on_link(find_server(settings), lambda link: set_config(link, settings.queue, {"paused": "1"}), settings.queue)
+    click.echo(f"queue {settings.queue} is paused: `pagemill resume` lets it go on")

@@ -1,0 +1,246 @@
+"""A worker and a server in trouble: it says what it waits for, is not ready meanwhile, and goes on by itself."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import server_command
+from tests.e2e.workers import eventually
+from tests.faults.fleet import ROOT, SCRIPTED_WORKER, SETTINGS
+from tests.servers.process import ServerProcess, free_port
+from tests.wire.resp import RespClient, RespError
+from worker.client import Client
+
+GRACE_S = 1.0
+# What a stop may take beyond its grace: a last try, and the end of the processes.
+END_S = 6.0
+
+
+class Worker:
+    """A worker process with the made-up model. Its log is its standard error."""
+
+    def __init__(self, model: Path, url: str, folder: Path) -> None:
+        self.queue = f"q{uuid.uuid4().hex[:8]}"
+        self.port = free_port()
+        own = {"queue": self.queue, "model": str(model), "redis_url": url, "metrics_port": self.port}
+        settings = SETTINGS | own | {"shutdown_grace_s": GRACE_S}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PAGEMILL_STEP_MS": "20"}
+        self._log = folder / f"{self.queue}.log"
+        with self._log.open("wb") as log:
+            command = [sys.executable, "-P", str(SCRIPTED_WORKER), json.dumps(settings)]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Log events of that name."""
+        lines = (line for line in self._log.read_text().splitlines() if line.startswith("{"))
+        return [event for event in map(json.loads, lines) if event["event"] == name]
+
+    def readiness(self) -> tuple[bool, str]:
+        """What `/readyz` answers."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=10) as response:
+                return True, json.load(response)["reason"]
+        except urllib.error.HTTPError as error:
+            return False, json.load(error)["reason"]
+        except OSError as error:
+            return False, str(error)
+
+    def wait_until(self, *, is_ready: bool, words: str = "") -> None:
+        """Until it is ready, or isn't, and says why."""
+
+        def is_so() -> bool:
+            assert self.process.poll() is None, self._log.read_text()
+            ready, reason = self.readiness()
+            return ready is is_ready and words in reason
+
+        eventually(is_so, f"readiness {is_ready} {words}; now {self.readiness()}", timeout_s=30)
+
+    def stop(self) -> float:
+        """SIGTERM; answers how long it took to end."""
+        began = time.monotonic()
+        self.process.terminate()
+        assert self.process.wait(60) == 0, self._log.read_text()
+        return time.monotonic() - began
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    process = ServerProcess(server_command("valkey-9.1"), tmp_path / "server", ["appendonly yes", "appendfsync always"])
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def worker(server: ServerProcess, tiny_model: Path, tmp_path: Path) -> Iterator[Worker]:
+    worker = Worker(tiny_model, server.url, tmp_path)
+    worker.wait_until(is_ready=True)
+    yield worker
+    worker.process.kill()
+    worker.process.wait()
+
+
+def _configure(server: ServerProcess, **values: str | int) -> None:
+    for name, value in values.items():
+        server.call("CONFIG", "SET", name.replace("_", "-"), value)
+
+
+def _fill(server: ServerProcess, _: ExitStack) -> None:
+    _configure(server, maxmemory=1)
+
+
+def _make_room(server: ServerProcess) -> None:
+    _configure(server, maxmemory=0)
+
+
+def _demand_replicas(server: ServerProcess, _: ExitStack) -> None:
+    _configure(server, min_replicas_to_write=1)
+
+
+def _demand_none(server: ServerProcess) -> None:
+    _configure(server, min_replicas_to_write=0)
+
+
+def _demote(server: ServerProcess, _: ExitStack) -> None:
+    server.call("REPLICAOF", "127.0.0.1", free_port())
+
+
+def _promote(server: ServerProcess) -> None:
+    server.call("REPLICAOF", "NO", "ONE")
+
+
+def _run_slow_script(server: ServerProcess, stack: ExitStack) -> None:
+    _configure(server, lua_time_limit=10)
+    client = stack.enter_context(RespClient(server.url))
+    client.send(("EVAL", "while true do end", 0))
+
+
+def _kill_script(server: ServerProcess) -> None:
+    eventually(lambda: _tries(server, "SCRIPT", "KILL"), "the script to end")
+
+
+def _take_all_connections(server: ServerProcess, stack: ExitStack) -> None:
+    """Everybody is hung up on, and others are faster."""
+    client = stack.enter_context(RespClient(server.url))
+    client.call("CONFIG", "SET", "maxclients", 5)
+    stack.callback(client.call, "CONFIG", "SET", "maxclients", 10000)
+    client.call("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    while True:
+        try:
+            stack.enter_context(RespClient(server.url)).call("PING")
+        except (RespError, OSError):
+            return
+
+
+def _give_connections_back(server: ServerProcess) -> None:
+    """The caller hangs up."""
+
+
+def _kill_server(server: ServerProcess, _: ExitStack) -> None:
+    server.kill()
+
+
+def _start_server(server: ServerProcess) -> None:
+    server.start()
+
+
+def _tries(server: ServerProcess, *words: str) -> bool:
+    try:
+        server.call(*words)
+    except RespError as error:
+        return str(error).startswith("NOTBUSY")
+    return True
+
+
+TROUBLES: dict[str, tuple[Callable[[ServerProcess, ExitStack], None], Callable[[ServerProcess], None], str]] = {
+    "full": (_fill, _make_room, "memory is full"),
+    "no replicas": (_demand_replicas, _demand_none, "min-replicas-to-write"),
+    "replica": (_demote, _promote, "replica"),
+    "busy": (_run_slow_script, _kill_script, "slow script"),
+    "max clients": (_take_all_connections, _give_connections_back, "max number of clients"),
+    "down": (_kill_server, _start_server, "can't be reached"),
+}
+
+
+def test_whatever_troubles_the_server_is_said_once_and_waited_out(worker: Worker, server: ServerProcess) -> None:
+    """One trouble after another; a job that is under way when it begins ends as it should."""
+    with Client(server.url, worker.queue, retry_s=60) as client:
+        for name, (begin, end, words) in TROUBLES.items():
+            job_id = client.submit("hello", max_tokens=60, temperature=0, ignore_eos=1)
+            first = next(event for event in client.stream(job_id) if event.kind == "token")
+            assert first.text is not None
+            with ExitStack() as stack:
+                begin(server, stack)
+                worker.wait_until(is_ready=False, words=words)
+                before = time.monotonic()
+                end(server)
+            worker.wait_until(is_ready=True)
+            reply = client.result(job_id)
+            assert (reply.error, len(reply.ids)) == (None, 60), name
+            assert time.monotonic() - before < 30
+    told = worker.events("redis_waited_for")
+    reasons = [event["reason"] for event in told]
+    for _, _, words in TROUBLES.values():
+        assert any(words in reason for reason in reasons), (words, reasons)
+    # A line for each kind of trouble, not for each try.
+    assert len(told) <= 3 * len(TROUBLES), reasons
+    assert 1 <= len(worker.events("redis_serves_again")) <= len(told)
+
+
+def test_a_storm_of_lost_connections_makes_no_storm_in_the_log(worker: Worker, server: ServerProcess) -> None:
+    with Client(server.url, worker.queue, retry_s=60) as client, RespClient(server.url) as admin:
+        job_ids = [client.submit("hello", max_tokens=60, temperature=0, ignore_eos=1) for _ in range(4)]
+        deadline = time.monotonic() + 1.5
+        num_killed = 0
+        while time.monotonic() < deadline:
+            num_killed += admin.call("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            time.sleep(0.02)
+        assert num_killed > 30
+        assert [len(client.result(job_id).ids) for job_id in job_ids] == [60] * 4
+    assert len(worker.events("redis_waited_for")) <= 4
+    worker.wait_until(is_ready=True)
+
+
+@pytest.mark.parametrize("num_jobs", [0, 3])
+def test_a_stop_without_a_server_ends_within_its_grace(worker: Worker, server: ServerProcess, num_jobs: int) -> None:
+    """What is unfinished is given up: its leases run out, and the next worker goes on."""
+    with Client(server.url, worker.queue, retry_s=60) as client:
+        for _ in range(num_jobs):
+            job_id = client.submit("hello", max_tokens=400, temperature=0, ignore_eos=1)
+            assert any(event.kind == "token" for event in _until_token(client, job_id))
+        server.kill()
+        worker.wait_until(is_ready=False, words="can't be reached")
+        assert worker.stop() < GRACE_S + END_S
+    assert len(worker.events("redis_waited_for")) <= 4
+
+
+def test_a_stop_ends_in_time_when_the_server_is_there_and_says_nothing(worker: Worker, server: ServerProcess) -> None:
+    """As half-open connections do."""
+    with Client(server.url, worker.queue, retry_s=60) as client:
+        job_id = client.submit("hello", max_tokens=400, temperature=0, ignore_eos=1)
+        assert any(event.kind == "token" for event in _until_token(client, job_id))
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            assert worker.stop() < GRACE_S + END_S
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+
+
+def _until_token(client: Client, job_id: str) -> list[Any]:
+    events = []
+    for event in client.stream(job_id):
+        events.append(event)
+        if event.kind == "token":
+            break
+    return events
