@@ -23,6 +23,7 @@ from worker.engine_supervisor import EngineSupervisor
 from worker.job import Job
 from worker.metrics import WorkerMetrics
 from worker.quarantine import Marks, Quarantine
+from worker.streams.reply_writer import ReplyStatus
 
 log = structlog.get_logger(__name__)
 
@@ -158,9 +159,11 @@ class EngineGate:
         turn = self._turn
         if turn is None or turn.job is not job:
             return
-        job.writer.hurry()  # only what is written counts
+        job.writer.hurry()  # only what is written counts, unless there is nothing left to write to
         num_new = job.writer.num_token_events - turn.num_counted
         turn.num_counted += num_new
+        if job.writer.status is not ReplyStatus.LIVE:
+            num_new = 1
         cleared = self._quarantine.count(num_new)
         if cleared is not None:
             log.info("job_cleared", request_id=job.envelope.id, crashes=self._quarantine.marks(job).crashes)

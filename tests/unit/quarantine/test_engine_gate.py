@@ -16,7 +16,7 @@ from worker.metrics import WorkerMetrics
 from worker.protocol import parse_envelope
 from worker.quarantine import Marks
 from worker.streams.leases import Entry
-from worker.streams.reply_writer import ReplyWriter
+from worker.streams.reply_writer import ReplyStatus, ReplyWriter
 
 
 class NamedJob(Job):
@@ -164,6 +164,17 @@ async def test_tokens_count_once_their_events_are_written(bench: Bench) -> None:
     bench.tell(a, num_events=0)
     assert bench.gate.num_suspects == 1
     bench.tell(a, num_events=1)
+    assert bench.gate.num_suspects == 0
+
+
+async def test_where_nobody_hears_the_tokens_they_count_as_they_come(bench: Bench) -> None:
+    """A job that runs to its end though its reply was deleted would be alone for all of it."""
+    (a,) = bench.enter("a")
+    await bench.die(a)
+    bench.restart()
+    await bench.until_logged("a: 1/0", "a: 1/0 alone")
+    a.writer.close(ReplyStatus.ABANDONED)
+    bench.tell(a, num_events=0)
     assert bench.gate.num_suspects == 0
 
 
