@@ -42,18 +42,3 @@ class Parts:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(tuple(self._tasks), timeout=CANCEL_AGAIN_S)
-
-
-async def unless_set(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Whether `work` came to its end; it is called off if `stop` is set before."""
-    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            return False
-        working.result()
-        return True
-    finally:
-        for task in (working, stopping):
-            task.cancel()
-        await asyncio.wait({working, stopping})

@@ -23,12 +23,13 @@ from worker.engine_client import ProgressCallback
 from worker.engine_config import EngineInfo
 from worker.engine_side import EngineSide, MakeEngine
 from worker.errors import StartupError
+from worker.giving_up import unless_stopped
 from worker.health import WorkerHealth
 from worker.http_status import StatusServer
 from worker.job_taking import JobTaking
 from worker.logs import LogLevel
 from worker.metrics import WorkerMetrics
-from worker.parts import Parts, unless_set
+from worker.parts import Parts
 from worker.served_queue import ServedQueue
 from worker.settings import Settings, served_name
 from worker.shutdown import num_held, shut_down
@@ -162,7 +163,7 @@ class Service:
     async def _serve(self, ready: Callable[[ServiceInfo], None] | None) -> None:
         with contextlib.ExitStack() as closing:
             try:
-                if not await unless_set(self._stop, self._start(ready, closing)):
+                if await unless_stopped(self._start(ready, closing), self._stop, patience_s=0) is None:
                     log.info("worker_stopped_while_it_started")
                     return
                 await self._take_jobs()
@@ -192,14 +193,14 @@ class Service:
 
     # Start.
 
-    async def _start(self, ready: Callable[[ServiceInfo], None] | None, closing: contextlib.ExitStack) -> None:
+    async def _start(self, ready: Callable[[ServiceInfo], None] | None, closing: contextlib.ExitStack) -> EngineInfo:
         """Everything up to where jobs are taken; what `closing` gets is closed last."""
+        status = self._start_status_server()  # first, so that whoever asks hears what is waited for
+        if status is not None:
+            closing.callback(status.close)
         redis_version = ""
         for queue in self._queues:
             redis_version = await check_server(self._url, queue.name, queue.links.health)
-        status = self._start_status_server()
-        if status is not None:
-            closing.callback(status.close)
         served = await self._engine.start(self._worker_id, self._model)
         for queue in self._queues:
             queue.use_engine(self._engine.supervisor, served)
@@ -224,6 +225,7 @@ class Service:
         )
         if ready is not None:
             ready(ServiceInfo(self._worker_id, self._settings.queues, redis_version, info, url))
+        return info
 
     def _start_status_server(self) -> StatusServer | None:
         settings, health = self._settings, self._health

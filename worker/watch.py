@@ -70,7 +70,7 @@ class Watch:
         for num_looks in itertools.count(1):
             await asyncio.sleep(WATCH_S)
             if num_looks % READ_CONFIG_EVERY == 0:
-                await self._read_config()
+                await self.look_at_config()
             now_ms = self._links.clock.now_ms()
             for job in self._table:
                 if job.envelope.is_expired(now_ms):
@@ -80,7 +80,7 @@ class Watch:
     async def follow_control(self) -> None:
         """Hints: look at once at what would be looked at later anyway. Runs until cancelled."""
         backoff = Backoff(1.0)
-        await self._read_config()
+        is_first = True
         while True:
             try:
                 hints = await self._links.control.read()
@@ -92,8 +92,10 @@ class Watch:
             await self._on_cancels({hint.job_id for hint in hints if hint.op == "cancel"})
             if any(hint.op == "reclaim" for hint in hints):
                 self._links.source.hint_reclaim()
-            if any(hint.op == "config" for hint in hints):
-                await self._read_config()
+            # The first read begins at the stream's end, so a hint just before it is not heard.
+            if is_first or any(hint.op == "config" for hint in hints):
+                await self.look_at_config()
+            is_first = False
 
     async def _on_cancels(self, wanted: set[str]) -> None:
         held = [job for job in self._table if job.envelope.id in wanted]
@@ -112,7 +114,8 @@ class Watch:
             if (reason := marks.get(job.envelope.id)) is not None:
                 self._jobs.end(job, cancelled(reason, "running"))
 
-    async def _read_config(self) -> None:
+    async def look_at_config(self) -> None:
+        """Read what operators set and pass it on. Without an answer the last one holds."""
         try:
             fields = await read_config(self._links.commands, self._links.keys)
         except StreamsError as error:
