@@ -4,11 +4,12 @@ import asyncio
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 
 import pytest
 
+from tests.servers.groups import Served
 from tests.wire.light_workers import LightWorker, at_once
 from tests.wire.resp import RespClient
 from tests.wire.workers import eventually
@@ -212,6 +213,21 @@ async def test_jobs_longer_than_half_a_lease_come_once_to_workers_of_one_seat(
     entries = [entry for worker in workers for _, entry in worker.started]
     assert len({entry.key for entry in entries}) == len(entries) == 9
     assert {entry.deliveries for entry in entries} == {1}
+
+
+async def test_queues_of_one_worker_may_lie_on_different_nodes_of_a_cluster(
+    serve: Callable[[str], Served], keys: QueueKeys
+) -> None:
+    cluster = serve("cluster")
+    urls = {queue: cluster.direct_url(queue) for queue in (f"{keys.queue}.{number}" for number in range(60))}
+    queues = list({url: queue for queue, url in urls.items()}.values())
+    for queue in queues:
+        with RespClient(urls[queue]) as client:
+            add(client, queue, 20)
+    async with LightWorker(cluster.url, queues, at_once, num_seats=2) as worker:
+        await until_done(worker, 20 * len(queues))
+    assert Counter(queue for queue, _ in worker.started) == dict.fromkeys(queues, 20)
+    assert len(queues) == 3, "sixty slots lie on all three nodes"
 
 
 @pytest.mark.parametrize("trouble", ["a string", "no group"])
