@@ -45,11 +45,11 @@ class WorkerHealth:
         """False: jobs are not taken now, of some queue at least."""
         if self._is_stopping():
             return Health(False, "draining")
-        if not self._engine.is_up:
-            return Health(False, "the engine is starting")
         troubles = {queue.name: queue.links.health.trouble for queue in self._queues}
         if waits := {name: trouble for name, trouble in troubles.items() if trouble is not None}:
             return Health(False, f"waiting for Redis: {next(iter(waits.values()))}", {"queues": list(waits)})
+        if not self._engine.is_up:
+            return Health(False, "the engine is starting")
         lost = [queue.name for queue in self._queues if not queue.links.is_connected]
         if lost:
             return Health(False, "no connection to Redis", {"queues": lost})

@@ -86,9 +86,10 @@ class ServedQueue:
         )
 
     async def prepare(self) -> None:
-        """Connect, learn the server's time, make the groups. Raises StreamsError."""
+        """Connect, learn the server's time, make the groups, read what operators set. Raises StreamsError."""
         await self.links.clock.sync(self.links.commands)
         await self.links.source.ensure_groups()
+        await self.watch.look_at_config()
 
     def start_parts(self, *, beat: Callable[[], Beat]) -> None:
         """Run what serves this queue until it is cancelled; log lines of all of it name the queue."""

@@ -11,12 +11,11 @@ registry; end the engine; close the connections. A second signal ends the waitin
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import structlog
 
@@ -28,6 +27,7 @@ from worker.engine_gate import EngineGate
 from worker.engine_settings import engine_config
 from worker.engine_supervisor import EngineSupervisor
 from worker.errors import StartupError
+from worker.giving_up import unless_stopped
 from worker.health import WorkerHealth
 from worker.http_status import StatusServer
 from worker.intake import ServedModel
@@ -183,7 +183,7 @@ class Service:
     async def _serve(self, ready: Callable[[ServiceInfo], None] | None) -> None:
         with contextlib.ExitStack() as closing:
             try:
-                if not await self._unless_stopped(self._start(ready, closing)):
+                if await unless_stopped(self._start(ready, closing), self._stop, patience_s=0) is None:
                     log.info("worker_stopped_while_it_started")
                     return
                 await self._take_jobs()
@@ -205,20 +205,6 @@ class Service:
         )
         await taking.run(self._stop)
 
-    async def _unless_stopped(self, start: Coroutine[Any, Any, None]) -> bool:
-        """Whether `start` came to its end; it is called off if the worker is told to stop before."""
-        starting, stopping = asyncio.create_task(start), asyncio.create_task(self._stop.wait())
-        try:
-            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
-                return False
-            starting.result()
-            return True
-        finally:
-            for task in (starting, stopping):
-                task.cancel()
-            await asyncio.wait({starting, stopping})
-
     async def _close(self) -> None:
         await self._parts.end()
         await self._engine.close()
@@ -227,14 +213,14 @@ class Service:
 
     # Start.
 
-    async def _start(self, ready: Callable[[ServiceInfo], None] | None, closing: contextlib.ExitStack) -> None:
+    async def _start(self, ready: Callable[[ServiceInfo], None] | None, closing: contextlib.ExitStack) -> EngineInfo:
         """Everything up to where jobs are taken; what `closing` gets is closed last."""
+        status = self._start_status_server()  # first, so that whoever asks hears what is waited for
+        if status is not None:
+            closing.callback(status.close)
         redis_version = ""
         for queue in self._queues:
             redis_version = await check_server(self._url, queue.name, queue.links.health)
-        status = self._start_status_server()
-        if status is not None:
-            closing.callback(status.close)
         info = await self._start_engine()
         for queue in self._queues:
             await queue.prepare()
@@ -259,6 +245,7 @@ class Service:
         )
         if ready is not None:
             ready(ServiceInfo(self._worker_id, self._settings.queues, redis_version, info, url))
+        return info
 
     async def _start_engine(self) -> EngineInfo:
         """Start the engine, and read the tokenizer meanwhile."""
