@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import logging
 from collections.abc import Callable, Sequence
 
 import structlog
@@ -11,6 +10,7 @@ from worker.errors import cancelled, deadline_exceeded
 from worker.job import Job
 from worker.job_table import JobTable
 from worker.jobs_in_flight import JobsInFlight
+from worker.logs import LogLevel
 from worker.queue_links import QueueLinks
 from worker.streams.connection import Backoff
 from worker.streams.errors import ServerError, StreamsError
@@ -37,6 +37,7 @@ class Watch:
         table: JobTable,
         jobs: JobsInFlight,
         links: QueueLinks,
+        log_level: LogLevel,
         *,
         on_config: Callable[[], None],
         on_drain: Callable[[], None],
@@ -44,12 +45,11 @@ class Watch:
         self._table = table
         self._jobs = jobs
         self._links = links
+        self._log_level = log_level
         self._on_config = on_config
         self._on_drain = on_drain
         self._is_drained = False
         self._own_max_depth = links.oldest.max_depth
-        self._log_level: str | None = None
-        self._own_log_level = logging.NOTSET
         self._problems = ProblemLog(links.keys.config)
 
     @property
@@ -129,19 +129,9 @@ class Watch:
         self._links.admission.configure(config)
         self._links.oldest.max_depth = self._own_max_depth if config.max_depth is None else config.max_depth
         self._links.source.lanes.use(config.lane_weights)
-        self._set_log_level(config.log_level)
+        self._log_level.set(self._links.keys.queue, config.log_level)
         self._on_config()
         if self._jobs.names.worker_id in config.drained_workers and not self._is_drained:
             self._is_drained = True
             log.info("worker_drained_by_operators")
             self._on_drain()
-
-    def _set_log_level(self, level: str | None) -> None:
-        """What operators set, or what the process was started with."""
-        if level == self._log_level:
-            return  # another queue's operators may have set one
-        root = logging.getLogger()
-        if self._log_level is None:
-            self._own_log_level = root.level
-        self._log_level = level
-        root.setLevel(self._own_log_level if level is None else level.upper())
