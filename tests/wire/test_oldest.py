@@ -72,6 +72,7 @@ async def test_the_oldest_are_shed_from_a_lane_that_is_too_long(make_worker: Mak
     shed = await oldest.look()
     assert [(entry.entry_id, entry.must_end) for entry in shed] == [(each, ErrorCode.OVERLOADED) for each in ids[:2]]
     assert (oldest.depths["normal"], oldest.is_due) == (4, False)
+    assert await oldest.look() == [], "those that end are in the lane until they are settled"
     for entry in shed:
         await worker.outcomes.drop(entry)
     assert await oldest.look() == []

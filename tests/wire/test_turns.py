@@ -7,6 +7,7 @@ import pytest
 
 from tests.wire.resp import RespClient
 from tests.wire.workers import LEASE_MS, MakeWorker, TestWorker
+from worker.errors import ErrorCode
 from worker.streams.admission import Admission
 from worker.streams.keys import LANES, lot_of
 from worker.streams.leases import Entry
@@ -22,11 +23,7 @@ def with_turns(
 ) -> Admission:
     """Has the worker's source ask whose turn it is."""
     oldest = OldestWatch(
-        worker.commands,
-        worker.scripts,
-        worker.keys,
-        worker.clock,
-        worker.leases,
+        *(worker.commands, worker.scripts, worker.keys, worker.clock, worker.leases), touch_ms=LEASE_MS // 3
     )
     admission = Admission(worker.scripts, lease_ms=lease_ms, run_ttl_ms=60_000)
     admission.configure(parse_config(config or {}))
@@ -107,7 +104,10 @@ async def test_what_was_passed_over_is_served_by_all_workers_and_lost_by_none(
         if len(served) == len(ids):
             break
     assert sorted(served) == sorted(ids)
-    assert raw.call("XLEN", workers[0].keys.jobs("normal")) == 0
+    key = workers[0].keys.jobs("normal")
+    assert raw.call("XLEN", key) == 0
+    names = {flat[1] for flat in raw.call("XINFO", "CONSUMERS", key, "workers")}
+    assert names == {b"w1", b"w2"}, "an empty lot is gone"
 
 
 async def test_a_lane_of_one_tenant_is_just_read(make_worker: MakeWorker, raw: RespClient) -> None:
@@ -234,6 +234,19 @@ async def test_a_tenant_that_has_to_wait_keeps_nobody_else_waiting(make_worker: 
     await admission.ended(worker.envelope(running), 0)
     (next_,) = await worker.take(1, room=4)
     assert (next_.entry_id, next_.deliveries) == (sent[1], 1)
+
+
+async def test_a_worker_with_room_sheds_only_what_has_to_wait(make_worker: MakeWorker, raw: RespClient) -> None:
+    worker = make_worker("w")
+    admission = with_turns(worker, {"tenant:a:concurrency": "1"})
+    waiting = flood(raw, worker, "a", 3)
+    await worker.scripts.set_aside("normal", waiting[-1])
+    admission._blocked_until[lot_of(b"a")] = float("inf")
+    free = flood(raw, worker, "b", 3)
+    assert isinstance(worker.source.picker, Turns)
+    worker.source.picker._oldest.max_depth = 2
+    taken = {entry.entry_id: entry.must_end for entry in await worker.take(6, room=8)}
+    assert taken == dict.fromkeys(waiting, ErrorCode.OVERLOADED) | dict.fromkeys(free)
 
 
 async def test_what_waits_in_a_lot_never_looks_dead_while_a_worker_lives(

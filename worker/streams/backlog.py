@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from worker.protocol_envelope import waiting_limits
 from worker.streams.clock import ServerClock
@@ -33,9 +34,13 @@ MAX_KNOWN = 20_000
 
 @dataclass(frozen=True, slots=True)
 class WaitingJob:
-    """An entry that no worker has. `lot`: its tenant's, or `handover`. `deadline_ms`: server time, or None."""
+    """An entry that no worker has. `order` is what its lane is sorted by; `lot`: its tenant's, or `handover`.
+
+    `deadline_ms` is by the server's clock, None where there is no limit.
+    """
 
     entry_id: str
+    order: tuple[int, int]
     lot: str
     job_id: str
     deadline_ms: int | None
@@ -72,7 +77,7 @@ class LaneBacklog:
     def waiting(self) -> list[WaitingJob]:
         """Everything that is known to wait, the oldest first."""
         jobs = [*self._aside.values(), *(job for jobs in self._unread.values() for job in jobs)]
-        return sorted(jobs, key=lambda job: order_of(job.entry_id))
+        return sorted(jobs, key=attrgetter("order"))
 
     def oldest_by_lot(self) -> dict[str, str]:
         """The oldest waiting entry of each tenant: what lies in its lot was sent before what nobody has read."""
@@ -89,7 +94,7 @@ class LaneBacklog:
         self._pop_unread(delivered)
         last = order_of(self._last_id) if self._unread else delivered
         for job in jobs:
-            if order_of(job.entry_id) > last:
+            if job.order > last:
                 self._unread.setdefault(job.lot, deque()).append(job)
                 self._last_id = job.entry_id
 
@@ -128,7 +133,7 @@ class LaneBacklog:
         gone = [
             entry_id
             for entry_id, job in self._aside.items()
-            if job.lot != HANDOVER and not (job.lot in oldest and order_of(entry_id) >= oldest[job.lot])
+            if job.lot != HANDOVER and not (job.lot in oldest and job.order >= oldest[job.lot])
         ]
         for entry_id in gone:
             del self._aside[entry_id]
@@ -144,7 +149,7 @@ class LaneBacklog:
     def _pop_unread(self, last: tuple[int, int]) -> list[WaitingJob]:
         popped: list[WaitingJob] = []
         for lot, jobs in list(self._unread.items()):
-            while jobs and order_of(jobs[0].entry_id) <= last:
+            while jobs and jobs[0].order <= last:
                 popped.append(jobs.popleft())
             if not jobs:
                 del self._unread[lot]
@@ -212,7 +217,8 @@ class Backlog:
 
     def _job(self, lane: str, entry_id: str, lot: str, flat: list[bytes]) -> WaitingJob:
         fields = dict(zip(flat[::2], flat[1::2], strict=True))
-        return WaitingJob(entry_id, lot, *waiting_limits(lane, entry_id, fields, self._clock.now_ms()))
+        job_id, deadline_ms = waiting_limits(lane, entry_id, fields, self._clock.now_ms())
+        return WaitingJob(entry_id, order_of(entry_id), lot, job_id, deadline_ms)
 
 
 def order_of(entry_id: str) -> tuple[int, int]:

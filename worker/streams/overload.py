@@ -1,7 +1,7 @@
 """Waiting jobs that nobody needs to run: overdue, called off, or too many. They are taken only to be ended."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from worker.errors import ErrorCode
@@ -72,23 +72,26 @@ class OldestWatch:
             if known is None:
                 self._hinted[lane].clear()
             else:
-                entries += await self._look_at(lane, known)
+                entries += await self._look_at(lane, known, may_shed=lambda lot: lot != HANDOVER)
         return self._leases.hold_new(entries)
 
-    async def look_if_due(self, lane: str, known: LaneBacklog) -> list[Entry]:
-        """The same for a worker that has room: it takes all there is, but for tenants that have to wait."""
+    async def look_if_due(self, lane: str, known: LaneBacklog, must_wait: Callable[[str], bool]) -> list[Entry]:
+        """The same for a worker that has room: only lots that have to wait are shed."""
         if not known.lots:
             self._hinted[lane].clear()
             return []
         if not self._hinted[lane] and time.monotonic() - self._looked_at[lane] < LOOK_S:
             return []
         self._looked_at[lane] = time.monotonic()
-        return self._leases.hold_new(await self._look_at(lane, known))
+        return self._leases.hold_new(await self._look_at(lane, known, may_shed=must_wait))
 
-    async def _look_at(self, lane: str, known: LaneBacklog) -> list[Entry]:
+    async def _look_at(self, lane: str, known: LaneBacklog, *, may_shed: Callable[[str], bool]) -> list[Entry]:
+        """What was handed over was begun, so it is never shed."""
         await self.backlog.look_aside(lane)
         self.depths[lane] = known.length
-        num_over = known.length - self.max_depth if self.max_depth else 0
+        # Those that are ending are in the lane until they are settled.
+        num_ending = sum(entry.lane == lane and entry.must_end is not None for entry in self._leases.entries())
+        num_over = known.length - num_ending - self.max_depth if self.max_depth else 0
         if num_over > 0:
             await self._count_workers()
         jobs = known.waiting()
@@ -103,7 +106,7 @@ class OldestWatch:
                 why = ErrorCode.DEADLINE_EXCEEDED
             elif job.job_id in marked:
                 why = ErrorCode.CANCELLED
-            elif len(entries) < num_over and job.lot != HANDOVER:  # what was begun is not shed
+            elif len(entries) < num_over and may_shed(job.lot):
                 why = ErrorCode.OVERLOADED
             else:
                 continue

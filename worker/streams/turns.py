@@ -42,7 +42,7 @@ class Turns:
         self._has_lots[lane] = known is not None and bool(known.lots)
         if known is None:
             return None
-        if unneeded := await self._oldest.look_if_due(lane, known):
+        if unneeded := await self._oldest.look_if_due(lane, known, self._admission.must_wait):
             return unneeded
         oldest = known.oldest_by_lot()
         free = {lot: entry_id for lot, entry_id in oldest.items() if not self._admission.must_wait(lot)}

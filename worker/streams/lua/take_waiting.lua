@@ -45,6 +45,9 @@ if #pending > 0 then
     redis.call('XACK', lane, group, id)
     return false
   end
+  if is_aside and #redis.call('XPENDING', lane, group, '-', '+', 1, owner) == 0 then
+    redis.call('XGROUP', 'DELCONSUMER', lane, group, owner)
+  end
   if delivered == id and has_earlier() then
     for _, entry in ipairs(read(1)) do put_into_lot(entry) end
   end
