@@ -3,6 +3,7 @@
 from itertools import chain
 
 from scheduler.admission_delay import AdmissionDelay
+from scheduler.admission_pace import AdmissionPace
 from scheduler.kv_cache_manager import KVCacheManager
 from scheduler.policy import Policy
 from scheduler.queues import Queues
@@ -15,6 +16,30 @@ from scheduler.step_watch import StepWatch
 MAX_PASSES = 32
 # So many that don't fit are passed in one step: each may cost a walk through the prefix cache.
 MAX_PASSED = 8
+
+
+class Passed:
+    """Who didn't fit in this step, and is passed by smaller ones that do."""
+
+    def __init__(self) -> None:
+        self._seqs: list[Sequence] = []
+        self._has_enough = False
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nobody may pass these any more."""
+        return self._has_enough or len(self._seqs) == MAX_PASSED
+
+    def add(self, seq: Sequence) -> None:
+        """One more that doesn't fit."""
+        self._seqs.append(seq)
+        self._has_enough |= seq.num_passes == MAX_PASSES
+
+    def count_pass(self) -> None:
+        """Somebody behind all these was admitted."""
+        for seq in self._seqs:
+            seq.num_passes += 1
+            self._has_enough |= seq.num_passes == MAX_PASSES
 
 
 class Admission:
@@ -39,8 +64,15 @@ class Admission:
         self._policy = policy
         self._guard = watch.guard
         self._delay = AdmissionDelay(delay_factor, watch.pace)
+        self._pace = AdmissionPace()
 
-    def is_due(self, adder: StepAdder, now: float) -> bool:
+    def admit(self, adder: StepAdder, now: float) -> None:
+        """Let in whoever can and may come in now."""
+        if self._is_due(adder, now):
+            self._admit_in_order(adder, now)
+        self._pace.observe(adder.num_admitted)
+
+    def _is_due(self, adder: StepAdder, now: float) -> bool:
         """Whether one more may run now: nobody is held back for others to come where nothing runs."""
         queues = self._queues
         num_running = len(queues.running)
@@ -50,39 +82,38 @@ class Admission:
             return False
         return num_running == 0 or self._delay.is_due(queues.waiting, adder.num_tokens_left, now)
 
-    def admit(self, adder: StepAdder, now: float) -> None:
+    def _admit_in_order(self, adder: StepAdder, now: float) -> None:
         """Admit in order while there is room. Small ones may pass a big one that doesn't fit, up to a limit."""
-        passed: list[Sequence] = []
-        is_passed_too_often = False
+        passed = Passed()
         admitted: list[Sequence] = []
         hopeless: list[Sequence] = []
         max_num_seqs, drops_hopeless = self._guard.num_seqs, self._policy.drops_hopeless
-        coming = self._queues.coming
-        running = self._queues.running
-        num_admitted = sum([1 if seq.beams is None else seq.sampling.beam_width for seq in chain(running, coming)])
+        running, coming = self._queues.running, self._queues.coming
+        num_admitted = running.num_rows + sum([seq.sampling.beam_width for seq in coming])
         adder.open_admission(chain(running, coming))
+        if adder.is_full and num_admitted > 0:
+            return  # before the waiting ones are put in order
+        most = self._pace.most(len(running))
         for seq in self._queues.waiting.candidates():
-            if adder.num_tokens_left == 0 or num_admitted >= max_num_seqs:
+            is_alone = num_admitted == 0 and not self._kv.has_transfers
+            if num_admitted >= max_num_seqs or adder.num_admitted == most or (adder.is_full and not is_alone):
                 break
             if seq.family is not None and seq.family.is_awaited_by(seq):
                 continue
             if drops_hopeless and seq.deadline_s is not None and self._is_hopeless(seq, now):
                 hopeless.append(seq)
                 continue
-            if len(passed) == MAX_PASSED or is_passed_too_often:
+            if passed.is_last:
                 break
             num_rows = seq.sampling.beam_width
             has_rows = num_admitted == 0 or num_admitted + num_rows <= max_num_seqs
-            if has_rows and adder.try_admit(seq, is_alone=num_admitted == 0 and not self._kv.has_transfers):
+            if has_rows and adder.try_admit(seq, is_alone=is_alone):
                 admitted.append(seq)
                 num_admitted += num_rows
                 self._charge_prompt(seq)
-                for other in passed:
-                    other.num_passes += 1
-                    is_passed_too_often |= other.num_passes == MAX_PASSES
+                passed.count_pass()
             else:
-                passed.append(seq)
-                is_passed_too_often |= seq.num_passes == MAX_PASSES
+                passed.add(seq)
         for seq in hopeless:
             self._roster.drop(seq, now)
         self._let_in(admitted, now)

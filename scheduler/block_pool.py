@@ -1,12 +1,13 @@
 """The blocks of one tier: who is free, who is owned, and in which order free ones are handed out again."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class BlockContent:
+class BlockContent(NamedTuple):
     """What a full, cached block holds: enough to prove that it is the continuation somebody looks for.
+
+    A tuple, since one is made for each block that becomes full, and a frozen dataclass takes several times as long.
 
     hash: the chained hash, its key in the prefix cache.
     parent: the name of the content before it, or the root key (a tuple) of its sequence for a first block.

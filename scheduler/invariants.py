@@ -25,7 +25,7 @@ def check(scheduler: Scheduler) -> None:
         if seq.head.status is SequenceStatus.SWAPPED:
             check_swapped(scheduler, seq)
         else:
-            check_waiting(seq)
+            check_waiting(scheduler, seq)
     for seq in each_beam(scheduler.moving.values()):
         check_moving(scheduler, seq)
     check_swap_tier(scheduler)
@@ -122,6 +122,8 @@ def check_queues(scheduler: Scheduler) -> None:
         f"{len(scheduler.running)} running + {len(scheduler.waiting)} waiting + {len(scheduler.moving)} moving + "
         f"{len(scheduler.complete)} complete sequences, but {num_unfinished} are unfinished"
     )
+    num_rows = sum(seq.sampling.beam_width for seq in scheduler.running)
+    assert scheduler.running.num_rows == num_rows, f"{num_rows} rows are wanted, {scheduler.running.num_rows} counted"
     max_num_seqs = scheduler.config.max_num_seqs
     coming = [seq for seq in scheduler.moving.values() if seq.status is SequenceStatus.SWAPPING_IN]
     num_admitted = sum(seq.sampling.beam_width for seq in (*scheduler.running, *coming))
@@ -170,11 +172,16 @@ def check_running(scheduler: Scheduler, seq: Sequence) -> None:
         )
 
 
-def check_waiting(seq: Sequence) -> None:
-    """Who waits holds nothing."""
+def check_waiting(scheduler: Scheduler, seq: Sequence) -> None:
+    """Who waits holds nothing, and finds no more blocks than the notes of its last lookup allow."""
     assert seq.head.status is SequenceStatus.WAITING, f"{seq} is in the waiting queue"
     num_held = seq.num_computed_tokens + seq.num_sealed_blocks + len(seq.block_table) + len(seq.cpu_table)
     assert num_held == 0, f"{seq} waits, but has computed tokens or blocks"
+    cache = scheduler.kv.prefix_cache
+    if cache is not None:
+        num_at_most = scheduler.kv.num_found_at_most(seq)
+        num_found = len(cache.find(seq))
+        assert num_found <= num_at_most, f"{seq} finds {num_found} blocks, but its notes say {num_at_most} at most"
 
 
 def check_swapped(scheduler: Scheduler, seq: Sequence) -> None:

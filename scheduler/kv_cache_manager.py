@@ -79,7 +79,20 @@ class KVCacheManager:
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """Cached blocks that `seq`, which has none yet, could begin with. At least one token is left to compute."""
-        return self.prefix_cache.find(seq) if self.prefix_cache is not None and self._follows(seq) else []
+        found = self.prefix_cache.find(seq) if self.prefix_cache is not None and self._follows(seq) else []
+        seq.num_found_blocks = len(found)
+        return found
+
+    def num_found_at_most(self, seq: Sequence) -> int:
+        """Blocks that `find_all` finds at most. As long as what was missing when it last looked is not there, no more.
+
+        A look at two numbers, where `find_all` compares tokens: most of those that wait are passed by again and again.
+        """
+        cache = self.prefix_cache
+        is_alone = seq.family is None and seq.beams is None
+        if is_alone and cache is not None and cache.lacks(seq, seq.num_found_blocks):
+            return seq.num_found_blocks
+        return self.pool.num_blocks
 
     def find_all(self, seq: Sequence) -> list[Block]:
         """What `seq`, or all its beams that were swapped, could begin with, each block once."""
@@ -312,8 +325,10 @@ class KVCacheManager:
         `hit` is what `find_prefix` has found; there are enough free blocks. SWAPPING_IN afterwards: the rest of it is
         computed when the copies have ended.
         """
+        if self.swap is None or self.swap.lacks(seq, len(hit)):
+            return False
         found = self._find_in_tier(seq)
-        if self.swap is None or len(found) <= len(hit):
+        if len(found) <= len(hit):
             return False
         self.swap.adopt(seq, found)
         seq.num_swapped_tokens = len(found) * self.block_size
@@ -386,6 +401,7 @@ class KVCacheManager:
         seq.num_computed_tokens = 0
         seq.num_sealed_blocks = 0
         seq.num_written_blocks = 0
+        seq.written_content = None
         seq.sealed_name = None
 
 

@@ -22,11 +22,14 @@ class RunningQueue:
     is never preempted, whatever its priority. All others can be, so it always finds blocks; so it always ends.
 
     A key may change while its sequence runs: then the order is that of the last `reorder`, roughly.
+
+    num_rows: that they have or may come to have in the runner's batch: a beam search has one for each beam.
     """
 
     def __init__(self, key: Callable[[Sequence], Key]) -> None:
         self._key = key
         self._seqs: list[Sequence] = []
+        self.num_rows = 0
 
     @property
     def leader(self) -> Sequence | None:
@@ -36,6 +39,7 @@ class RunningQueue:
     def add(self, seq: Sequence) -> None:
         """Put `seq` into its place; it leads if it is alone."""
         insort(self._seqs, seq, lo=min(1, len(self._seqs)), key=self._key)
+        self.num_rows += seq.sampling.beam_width
 
     def reorder(self) -> None:
         """Sort by the keys of now. The leader stays where it is."""
@@ -45,6 +49,7 @@ class RunningQueue:
         """Take out one that has ended. If it led, the oldest of the others leads."""
         index = self._seqs.index(seq)
         del self._seqs[index]
+        self.num_rows -= seq.sampling.beam_width
         if index == 0 and self._seqs:
             heir = min(self._seqs, key=age_key)
             self._seqs.remove(heir)
@@ -53,7 +58,9 @@ class RunningQueue:
     def pop_victim(self) -> Sequence:
         """Take out the least protected one, which is never the leader."""
         assert len(self._seqs) > 1, f"the leader {self._seqs} is alone and still lacks blocks"
-        return self._seqs.pop()
+        victim = self._seqs.pop()
+        self.num_rows -= victim.sampling.beam_width
+        return victim
 
     def last_first(self) -> Iterator[Sequence]:
         """All but the leader, the least protected first. Nobody may be added or removed meanwhile."""

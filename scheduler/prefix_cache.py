@@ -70,6 +70,16 @@ class PrefixCache:
             found.append(block)
         return found
 
+    def holder(self, content: BlockContent) -> Block | None:
+        """The block that holds `content`; None where that was evicted."""
+        block = self._blocks.get(content.hash)
+        return block if block is not None and block.content is content else None
+
+    def lacks(self, seq: Sequence, index: int) -> bool:
+        """Whether a look at its hashes, as far as they are noted, shows that block `index` of `seq` is not cached."""
+        hashes = seq.block_hashes
+        return index < len(hashes) and hashes[index] not in self._blocks
+
     def first_hash(self, seq: Sequence) -> int | None:
         """Hash of its first block; None where none could be found of it, since it is too short."""
         return self._hash(seq, 0, self._tokens(seq, 0)) if len(seq.token_ids) > self._block_size else None

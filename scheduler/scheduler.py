@@ -162,9 +162,9 @@ class Scheduler:
         adder = StepAdder(self.kv, self._watch.guard.num_step_tokens(len(self.running)), self._tier_hits)
         has_lacked_blocks = self._serving.serve(adder)
         # Who was preempted must not be let in again with the blocks it has just made room with.
-        if not has_lacked_blocks and self._admission.is_due(adder, now):
+        if not has_lacked_blocks:
             self._admission.admit(adder, now)
-        self._write_behind.begin(self.running)
+        self._write_behind.begin(self.running, adder.num_admitted)
         self._step += 1
         self._in_flight = adder.seqs
         return adder.build(self._step, self._roster.take_removed_ids())

@@ -7,6 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING, Final
 
 from scheduler.account import Account
+from scheduler.block_pool import BlockContent
 from scheduler.block_table import BlockTable
 from scheduler.errors import InvalidPromptError
 from scheduler.family import Family
@@ -96,6 +97,7 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_decode_slots",
+        "num_found_blocks",
         "num_passes",
         "num_preemptions",
         "num_promised_blocks",
@@ -118,6 +120,7 @@ class Sequence:
         "tenant",
         "token_ids",
         "use_prefix_cache",
+        "written_content",
     )
 
     def __init__(
@@ -179,6 +182,8 @@ class Sequence:
         # The prefix cache's notes: hashes of its full blocks, how many blocks it has sealed, the last one's name.
         self.block_hashes: Final[list[int]] = []
         self.num_sealed_blocks = 0
+        # How many of its first blocks were found on the device when it was looked up last: a note.
+        self.num_found_blocks = 0
         # None until it is first looked up; False where the cache takes samples and this is none.
         self.is_followed: bool | None = None
         self.sealed_name: int | None = None
@@ -187,8 +192,10 @@ class Sequence:
         self.cpu_table: Final = BlockTable()
         self.num_swapped_tokens = 0
         self.num_transfers = 0
-        # Its first blocks that were seen in the CPU tier while it ran: a note, they may have gone since.
+        # Its first blocks that were seen in the CPU tier while it ran, and what the last of them holds, where that is
+        # known: a note, they may have gone since.
         self.num_written_blocks = 0
+        self.written_content: BlockContent | None = None
         self.is_damaged = False
 
         self.num_passes = 0

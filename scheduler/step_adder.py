@@ -1,6 +1,7 @@
 """One step in the making."""
 
 from collections.abc import Iterable
+from math import inf
 
 from scheduler.beam_group import BeamGroup, num_new_blocks
 from scheduler.block_pool import Block
@@ -18,13 +19,14 @@ class StepAdder:
     """Carries one step's token budget from sequence to sequence, and gathers what the step will do.
 
     Lives within one `Scheduler.schedule`. `num_tokens_left` is what is left of the budget, `seqs` are those that have
-    their chunk, in the order of the chunks.
+    their chunk, in the order of the chunks; `num_admitted` were admitted.
     """
 
     def __init__(self, kv: KVCacheManager, num_tokens: int, tier_hits: TierHits | None = None) -> None:
         self._kv = kv
         self._tier_hits = tier_hits
         self.num_tokens_left = num_tokens
+        self.num_admitted = 0
         self.seqs: list[Sequence] = []
         self._counts: list[int] = []
         self._is_sampled: list[bool] = []
@@ -138,6 +140,11 @@ class StepAdder:
             [seq.num_promised_blocks if seq.beams is None else self._num_future_blocks(seq, 1) for seq in admitted]
         )
 
+    @property
+    def is_full(self) -> bool:
+        """Whether nobody can be admitted beside others any more: whoever is takes a token and a block at least."""
+        return self.num_tokens_left == 0 or self._kv.num_available_blocks <= self._num_promised_blocks
+
     def try_admit(self, seq: Sequence, *, is_alone: bool) -> bool:
         """Admit a waiting or swapped sequence; False, and nothing changed, if it should wait.
 
@@ -150,8 +157,10 @@ class StepAdder:
         One of a family forks from a member that holds more of what it needs than the prefix cache. Of a beam search
         that was recomputed the head alone gets a chunk now.
         """
-        if not is_alone and self._kv.num_available_blocks <= self._num_promised_blocks:
-            return False  # whoever is admitted takes one block at least
+        num_room = inf if is_alone else self._kv.num_available_blocks - self._num_promised_blocks
+        num_needed = self._num_future_blocks(seq, 1 << min(seq.num_preemptions, MAX_BACKOFF_DOUBLINGS))
+        if num_room <= 0 or num_needed - self._kv.num_found_at_most(seq) > num_room:
+            return False
         hit = self._kv.find_all(seq)
         source = None if seq.family is None else seq.family.source(seq)
         num_forked = 0
@@ -159,32 +168,37 @@ class StepAdder:
             common = self._kv.find_common(seq, source)
             hit = common if len(common) > len(hit) else hit
             num_forked = self._num_forked_tokens(seq, hit)
-        if not is_alone and not self._fits(seq, hit):
+        # What is hit and owned takes no free block.
+        if num_needed - sum([block.ref_cnt > 0 for block in hit]) > num_room:
             return False
-        must_copy = False
         if source is not None and num_forked > 0:
             self._kv.fork(source, seq, num_forked)
-        elif seq.status is SequenceStatus.SWAPPED:
-            must_copy = self._kv.swap_in(seq, hit)
-        else:
-            must_copy = self._tier_hits is not None and self._tier_hits.try_begin(seq, hit)
-            if not must_copy:
-                self._kv.take_prefix(seq, hit)
-        if must_copy:
+            self._serve_first_chunk(seq)
+        elif self._must_copy_in(seq, hit):
             seq.num_promised_blocks = self._num_future_blocks(seq, 1)
-            self._num_promised_blocks += seq.num_promised_blocks
+        else:
+            self._serve_first_chunk(seq)
+        self._num_promised_blocks += seq.num_promised_blocks if seq.beams is None else self._num_future_blocks(seq, 1)
+        self.num_admitted += 1
+        return True
+
+    def _must_copy_in(self, seq: Sequence, hit: list[Block]) -> bool:
+        """Begin one that is admitted with `hit`, and whether blocks of the CPU tier are copied in first."""
+        if seq.status is SequenceStatus.SWAPPED:
+            return self._kv.swap_in(seq, hit)
+        if self._tier_hits is not None and self._tier_hits.try_begin(seq, hit):
             return True
+        self._kv.take_prefix(seq, hit)
+        return False
+
+    def _serve_first_chunk(self, seq: Sequence) -> None:
+        num_available = self._kv.num_available_blocks
         if seq.beams is not None:
             is_served = self._try_serve_beams(seq.beams, 0)
-            assert is_served, f"{seq} was admitted, but {self._kv.num_available_blocks} free blocks fail its beams"
-            self._num_promised_blocks += self._num_future_blocks(seq, 1)
-            return True
-        num_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, self.num_tokens_left)
-        new_block_ids = self._kv.allocate_slots(seq, num_tokens)
-        assert new_block_ids is not None, f"{seq} was admitted, but {self._kv.num_available_blocks} free blocks fail it"
-        self._add(seq, num_tokens, new_block_ids)
-        self._num_promised_blocks += seq.num_promised_blocks
-        return True
+        else:
+            num_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, self.num_tokens_left)
+            is_served = self._try_serve_chunk(seq, num_tokens)
+        assert is_served, f"{seq} was admitted, but {num_available} free blocks fail it"
 
     def build(self, step: int, removed_ids: tuple[str, ...]) -> SchedulerOutput:
         """The step, ready for the runner."""
@@ -258,12 +272,6 @@ class StepAdder:
         # Until it needs a block again, it is promised as many: one more token of a decode changes nothing.
         if seq.beams is None:
             seq.num_promised_blocks = self._num_future_blocks(seq, 1)
-
-    def _fits(self, seq: Sequence, hit: list[Block]) -> bool:
-        num_spare = 1 << min(seq.num_preemptions, MAX_BACKOFF_DOUBLINGS)
-        num_free_hits = sum([block.ref_cnt == 0 for block in hit])
-        num_needed = self._num_future_blocks(seq, num_spare) - len(hit) + num_free_hits
-        return num_needed <= self._kv.num_available_blocks - self._num_promised_blocks
 
     def _num_future_blocks(self, seq: Sequence, num_spare: int) -> int:
         """Blocks that `seq` lacks for the tokens it has and `num_spare` blocks more, or to its end if that is closer.

@@ -5,11 +5,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
-from scheduler.block_pool import Block, BlockPool
+from scheduler.block_pool import Block, BlockContent, BlockPool
 from scheduler.copy_queue import CopyQueue
 from scheduler.output import BlockCopy, Transfer, TransferResult
 from scheduler.prefix_cache import PrefixCache
 from scheduler.sequence import Sequence, SequenceStatus
+
+# A sequence that is written behind is looked up from its beginning once for so many blocks.
+BLOCKS_PER_FIND = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -151,24 +154,38 @@ class SwapTier:
         `seq` keeps its blocks and runs on: nobody writes to a full block. The copies belong to nobody when their
         transfer has ended; they are found by what they hold, until they are handed out again.
         """
-        kept = self._find(seq, num_full)
-        start = len(kept)
-        count = min(num_full - start, max_blocks, self.pool.num_free - sum([block.ref_cnt == 0 for block in kept]))
-        seq.num_written_blocks = start + max(0, count)
-        if count <= 0:
-            return 0
+        start, kept = self._find_written(seq, num_full)
         self.pool.touch(kept)
-        new = self.pool.allocate(count)
-        assert new is not None, f"{count} of {self.pool.num_free} free CPU blocks can't be had"
-        moving = seq.block_table.blocks[start : start + count]
-        self._device.touch(moving)
-        targets = _paired(moving, new)
-        self._behind_device += moving
-        self._behind_cpu += targets
-        self._enter(seq, kept, targets)
-        self.num_written_behind_blocks += count
+        count = max(0, min(num_full - start, max_blocks, self.pool.num_free))
+        seq.num_written_blocks = start + count
+        seq.written_content = kept[-1].content if kept else None
+        if count > 0:
+            new = self.pool.allocate(count)
+            assert new is not None, f"{count} of {self.pool.num_free} free CPU blocks can't be had"
+            moving = seq.block_table.blocks[start : start + count]
+            self._device.touch(moving)
+            targets = _paired(moving, new)
+            self._behind_device += moving
+            self._behind_cpu += targets
+            name = None if seq.written_content is None else seq.written_content.name
+            seq.written_content = self._enter_from(seq, start, name, targets)
+            self.num_written_behind_blocks += count
         self.pool.free(reversed(kept))
         return count
+
+    def _find_written(self, seq: Sequence, num_full: int) -> tuple[int, list[Block]]:
+        """How many of the first `num_full` blocks of `seq` lie here already, and those that writing on must not lose.
+
+        That is the last of them, where it is known from the time before. Now and then it is all of them, found anew:
+        in the order in which free blocks are handed out they are the last then.
+        """
+        start = seq.num_written_blocks
+        if start // BLOCKS_PER_FIND == num_full // BLOCKS_PER_FIND and seq.written_content is not None:
+            last = None if self.index is None else self.index.holder(seq.written_content)
+            if last is not None:
+                return start, [last]
+        kept = self._find(seq, num_full)
+        return len(kept), kept
 
     def begin_write_behind(self) -> None:
         """Begin what `write_behind` has noted, whosever it is, as one transfer: each costs more than a block of it."""
@@ -184,6 +201,10 @@ class SwapTier:
         found = self.index.find(seq) if self.index is not None and seq.use_prefix_cache else []
         num_ready = next((i for i, block in enumerate(found) if block.block_id in self._filling), len(found))
         return found[:num_ready]
+
+    def lacks(self, seq: Sequence, index: int) -> bool:
+        """Whether a look at the notes of `seq` shows that its block `index` is not found here."""
+        return self.index is None or self.index.lacks(seq, index)
 
     def adopt(self, seq: Sequence, blocks: list[Block]) -> None:
         """Let waiting `seq` hold `blocks`, which `find_prefix` has found, as if it had been swapped."""
@@ -287,12 +308,23 @@ class SwapTier:
             # One of equal hash, which was entered for another beam just now, has taken its entry: enter all again.
             kept, blocks = [], [*kept, *blocks]
         name = None if not kept or kept[-1].content is None else kept[-1].content.name
-        for index, block in enumerate(blocks, start=len(kept)):
+        self._enter_from(seq, len(kept), name, blocks)
+
+    def _enter_from(self, seq: Sequence, start: int, name: int | None, blocks: list[Block]) -> BlockContent | None:
+        """Enter `blocks` as those of `seq` from `start` on, behind the content of this name; what the last one holds.
+
+        None where another block holds the same already.
+        """
+        content: BlockContent | None = None
+        if self.index is None:
+            return None
+        for index, block in enumerate(blocks, start=start):
             name, content, loser = self.index.enter(seq, index, name, block)
             if loser is not None:
                 self.pool.drop_content(loser)
             if content is not None:
                 self.pool.set_content(block, content)
+        return content
 
     def _forget(self, blocks: Iterable[Block]) -> None:
         for block in blocks:

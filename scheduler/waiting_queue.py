@@ -7,6 +7,8 @@ from heapq import heapify, heappop, heappush, heapreplace
 from scheduler.policy import Key, Policy, age_key
 from scheduler.sequence import Sequence
 
+# Entries of so many tenants are set right all at once, which takes less than one by one.
+NUM_SORTED_ANEW = 64
 # Of so many admissions one goes to whoever has waited longest, whatever the rules say, so that nobody waits for ever.
 ADMISSIONS_PER_TURN = 16
 
@@ -36,7 +38,8 @@ class SortedQueue:
     def remove(self, seq: Sequence) -> None:
         """Take `seq` out, wherever it stands."""
         index = bisect_left(self._keys, self._key(seq))
-        assert self.seqs[index : index + 1] == [seq], f"{seq} is not in the waiting queue"
+        is_here = index < len(self.seqs) and self.seqs[index] is seq
+        assert is_here, f"{seq} is not in the waiting queue"
         del self._keys[index], self.seqs[index]
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -51,7 +54,7 @@ class TenantQueue:
 
     A heap of (key of a tenant's first one, tenant, 0). Accounts only grow, so an entry that is out of date is too
     small, never too large, and is set right when it comes to the top: what a step costs does not grow with the
-    number of tenants. A tenant may have more than one entry.
+    number of tenants, where there are many of them. A tenant may have more than one entry.
     """
 
     def __init__(self, key: Callable[[Sequence], Key], key_in_tenant: Callable[[Sequence], Key]) -> None:
@@ -71,8 +74,7 @@ class TenantQueue:
             return
         heappush(self._heap, (self._key(seq), seq.tenant, 0))
         if len(self._heap) > 2 * len(self._lanes) + 16:
-            self._heap = [(self._key(lane.seqs[0]), tenant, 0) for tenant, lane in self._lanes.items()]
-            heapify(self._heap)
+            self._set_all_right()
 
     def remove(self, seq: Sequence) -> None:
         """Take `seq` out, wherever it stands."""
@@ -85,7 +87,10 @@ class TenantQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         """In order; what a tenant uses while it goes on moves those of its sequences back that are still to come."""
-        self._set_head_right()
+        if len(self._lanes) <= NUM_SORTED_ANEW:
+            self._set_all_right()
+        else:
+            self._set_head_right()
         heap, begun = self._heap.copy(), set[str]()
         while heap:
             key, tenant, index = heap[0]
@@ -106,6 +111,10 @@ class TenantQueue:
 
     def __len__(self) -> int:
         return self._num
+
+    def _set_all_right(self) -> None:
+        self._heap = [(self._key(lane.seqs[0]), tenant, 0) for tenant, lane in self._lanes.items()]
+        heapify(self._heap)
 
     def _set_head_right(self) -> None:
         heap = self._heap

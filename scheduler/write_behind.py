@@ -9,7 +9,13 @@ from scheduler.sequence import Sequence
 # A sequence is a likely victim if the free blocks may run out within so many steps.
 HORIZON_STEPS = 64
 # How much all will grow is added up in so many parts, one a step: a walk over all that run would make that step long.
-NUM_PARTS = 8
+NUM_PARTS = 16
+# Blocks of so many sequences are written in a step, the likeliest victims'. What others have filled gathers until it is
+# their turn, and costs no more for that.
+MAX_WRITTEN = 4
+# A step that admits more than so many takes long enough: it leaves the writing to the next one. So do so many in a row.
+MAX_ADMITTED = 2
+MAX_WAITS = 3
 
 
 class WriteBehind:
@@ -17,7 +23,7 @@ class WriteBehind:
 
         running   [ leader | … | likely victims ]      as many, from the back, as hold the blocks that may be missing
                                    ▼
-        CPU tier  full blocks that don't lie there yet, at most `num_blocks` a step, in one transfer
+        CPU tier  full blocks of a few of them that don't lie there yet, at most `num_blocks` a step, in one transfer
 
     Only what is free in the CPU tier is used, and nobody waits for these copies but a victim whose blocks are being
     copied when it is preempted. A copy is found by its content, like every cached block; so without a prefix cache
@@ -29,23 +35,29 @@ class WriteBehind:
         self._num_blocks = num_blocks
         self._num_growth_blocks = [0] * NUM_PARTS
         self._part = 0
+        self._num_waits = 0
 
-    def begin(self, running: RunningQueue) -> None:
-        """Begin the copies of this step, if none that was begun is still on its way.
+    def begin(self, running: RunningQueue, num_admitted: int) -> None:
+        """Begin the copies of a step that admits so many, if none that was begun is still on its way.
 
         What is to be swapped comes first, and counts: the budget is what is left of it.
         """
         kv, swap = self._kv, self._kv.swap
         if swap is None or swap.index is None or self._num_blocks == 0 or len(running) < 2:
             return
+        if num_admitted > MAX_ADMITTED and self._num_waits < MAX_WAITS:
+            self._num_waits += 1
+            return
+        self._num_waits = 0
         num_left, num_room = self._num_blocks - swap.num_queued_blocks, swap.pool.num_free
         if num_left <= 0 or not swap.is_link_idle:
             return
         block_size = kv.block_size
         num_wanted = self._num_wanted_blocks(running)
+        num_written = 0
         # The likeliest victims first: as many as hold the blocks that are wanted.
         for seq in running.last_first():
-            if num_wanted <= 0 or num_left == 0 or num_room == 0:
+            if num_wanted <= 0 or num_left == 0 or num_room == 0 or num_written == MAX_WRITTEN:
                 break
             num_wanted -= len(seq.block_table.blocks)
             # What lies in the tier for a likelier victim is not given up for a less likely one.
@@ -55,6 +67,7 @@ class WriteBehind:
             num_room -= num_full
             if num_full > seq.num_written_blocks:
                 num_left -= swap.write_behind(seq, num_full, num_left)
+                num_written += 1
         swap.begin_write_behind()
 
     def _num_wanted_blocks(self, running: RunningQueue) -> int:

@@ -26,7 +26,6 @@ TOPOLOGIES: dict[str, Callable[[Path], Served]] = {
     "unix": lambda folder: over_unix_socket(server_command("valkey-9.1"), folder),
     "tls": lambda folder: TlsServer(server_command("valkey-9.1"), folder),
     "least-rights": lambda folder: as_worker(server_command("valkey-9.1"), folder),
-    "least-rights-6.2": lambda folder: as_worker(server_command("redis-6.2"), folder),
     "sentinel": lambda folder: SentinelGroup(server_command("valkey-9.1"), folder),
     "cluster": lambda folder: ClusterGroup(server_command("valkey-9.1"), folder),
     "cluster-6.2": lambda folder: ClusterGroup(server_command("redis-6.2"), folder, num_nodes=1),
@@ -72,7 +71,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = list(SERVERS)
     if metafunc.definition.get_closest_marker("two_servers"):
         names = list(SERVER_BINARIES)
-    if metafunc.definition.get_closest_marker("every_topology"):
+    elif metafunc.definition.get_closest_marker("every_topology"):
         names += TOPOLOGIES
     metafunc.parametrize("redis_url", names, indirect=True)
 

@@ -6,7 +6,7 @@ with Client("redis://localhost:6379", "smollm2") as client:
         print(event.text, end="")
 
 `AsyncClient` is the same for asyncio. What either raises about a job is a ClientError; ConnectionLostError and
-ServerError come from the connection.
+ServerError come from the connection. Each has `code`, `message`, `is_retryable` and `details`.
 """
 
 import asyncio
@@ -98,6 +98,8 @@ class AsyncClient:
         `idempotency_key` and no `job_id` the id follows from it. Raises BadJobError for an id, lane or text that can't
         be used, IdConflictError where the id is known for another job. (If that one still waits, `stream` tells.)
         """
+        if "id" in fields:
+            raise BadJobError("an id of one's own is given as job_id")
         if lane not in LANES:
             raise BadJobError(f"there is no lane {lane!r}: use {', '.join(LANES)}")
         said = {"id": None if job_id is None else checked_id(job_id), **_body(prompt), **fields}
@@ -325,8 +327,7 @@ class _Patience:
         """Sleep before the next try. Raises `error` where no further try makes sense."""
         now = time.monotonic()
         self._since = self._since or now
-        is_final = isinstance(error, ServerError) and not error.is_temporary
-        if is_final or now - self._since >= self._retry_s:
+        if not error.is_retryable or now - self._since >= self._retry_s:
             raise error
         await link.reset()
         await self._backoff.wait()

@@ -23,6 +23,7 @@ from worker.engine_supervisor import EngineSupervisor
 from worker.job import Job
 from worker.metrics import WorkerMetrics
 from worker.quarantine import Marks, Quarantine
+from worker.streams.reply_writer import ReplyStatus
 
 log = structlog.get_logger(__name__)
 
@@ -42,8 +43,8 @@ class Home(Protocol):
         """The engine that had the job is gone."""
         ...
 
-    async def record(self, job: Job, marks: Marks) -> None:
-        """Write the job's marks into its record, if it is still ours."""
+    async def record(self, job: Job, marks: Marks) -> bool:
+        """Write the job's marks into its record. False: it is somebody else's now."""
         ...
 
     async def convict(self, job: Job, marks: Marks) -> None:
@@ -158,9 +159,11 @@ class EngineGate:
         turn = self._turn
         if turn is None or turn.job is not job:
             return
-        job.writer.hurry()  # only what is written counts
+        job.writer.hurry()  # only what is written counts, unless there is nothing left to write to
         num_new = job.writer.num_token_events - turn.num_counted
         turn.num_counted += num_new
+        if job.writer.status is not ReplyStatus.LIVE:
+            num_new = 1
         cleared = self._quarantine.count(num_new)
         if cleared is not None:
             log.info("job_cleared", request_id=job.envelope.id, crashes=self._quarantine.marks(job).crashes)
@@ -279,12 +282,13 @@ class EngineGate:
                     await self._write(job, marks, home)
 
     async def _write(self, job: Job, marks: Marks, home: Home) -> None:
-        await home.record(job, marks)
+        is_ours = await home.record(job, marks)
         if job in self._unwritten or job not in self._homes:  # things have changed meanwhile
             return
         turn = self._turn
         if marks.is_poison:
-            await home.convict(job, marks)
+            if is_ours:
+                await home.convict(job, marks)
         elif job in self._let_go:
             await home.let_go(job)
         elif marks.is_alone and turn is not None and turn.job is job and not turn.is_recorded:

@@ -60,6 +60,7 @@ class EngineSupervisor:
         self._moved_s = clock()
         self._in_engine: set[str] = set()
         self._hung_for_s = 0.0
+        self._was_ended = False
         self._told = NOTHING_TOLD
         self.is_up = False
         self.last_report: StepReport | None = None
@@ -85,6 +86,8 @@ class EngineSupervisor:
                     await self._restart(error)
                     continue
                 self._moved_s = self._clock()
+                if not self._was_ended:
+                    self._hung_for_s = 0.0
                 self._in_engine.difference_update(
                     output.seq_id for output in report.outputs if output.finish_reason is not None
                 )
@@ -106,8 +109,13 @@ class EngineSupervisor:
             looked_s = now_s
             if not self._hung_for_s and self._is_still():
                 self._hung_for_s = now_s - self._moved_s
-                is_ended = self._engine.kill()
-                log.error("engine_hung", seconds=round(self._hung_for_s, 1), is_starting=not self.is_up, ended=is_ended)
+                self._was_ended = self._engine.kill()
+                log.error(
+                    "engine_hung",
+                    seconds=round(self._hung_for_s, 1),
+                    is_starting=not self.is_up,
+                    was_ended=self._was_ended,
+                )
 
     def _is_still(self) -> bool:
         """Whether it has something to do and does not get on with it."""
@@ -132,7 +140,7 @@ class EngineSupervisor:
             log.info("sequences_preempted", num_swapped=num_swapped, num_recomputed=num_recomputed)
 
     async def _restart(self, error: EngineDiedError) -> None:
-        if self._hung_for_s:
+        if self._was_ended:
             words = f"the engine did no step for {self._hung_for_s:.0f} s while jobs ran, and was ended"
             error = EngineDiedError(words, EngineEnd.HUNG, error.seq_ids)
         log.error("engine_died", error=str(error), end=error.end, memory=left(headroom()))
@@ -155,7 +163,7 @@ class EngineSupervisor:
 
     def _begin_start(self) -> None:
         self._engine = self._make_engine(self._on_progress)
-        self._moved_s, self._hung_for_s = self._clock(), 0.0
+        self._moved_s, self._hung_for_s, self._was_ended = self._clock(), 0.0, False
         self._in_engine.clear()
 
     def _stands(self) -> None:

@@ -63,9 +63,14 @@ class JobError(PagemillError):
         return self.code in RETRYABLE
 
 
+# Of a cancel mark's value, which clients write.
+MAX_REASON_CHARS = 256
+
+
 def cancelled(reason: str, where: str) -> JobError:
     """The error of a job that its client called off; `where` it was is queued or running."""
-    why = f"cancelled: {reason}. If" if reason else "cancelled: if"
+    shown = "".join(char if char.isprintable() else " " for char in reason[:MAX_REASON_CHARS])
+    why = f"cancelled: {shown}. If" if reason else "cancelled: if"
     return JobError(
         ErrorCode.CANCELLED, f"{why} it is wanted after all, send it again with another id", {"where": where}
     )

@@ -3,10 +3,8 @@
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
-from worker.engine_gate import EngineGate
-from worker.engine_supervisor import EngineSupervisor
+from worker.engine_side import EngineSide
 from worker.http_status import Health
-from worker.liveness import Liveness
 from worker.served_queue import ServedQueue
 from worker.settings import Settings, served_name
 from worker.streams.registry import Beat
@@ -18,18 +16,14 @@ class WorkerHealth:
     def __init__(
         self,
         settings: Settings,
-        engine: EngineSupervisor,
+        engine: EngineSide,
         queues: Sequence[ServedQueue],
-        gate: EngineGate,
-        liveness: Liveness,
         *,
         is_stopping: Callable[[], bool],
     ) -> None:
         self._settings = settings
         self._engine = engine
         self._queues = queues
-        self._gate = gate
-        self._liveness = liveness
         self._is_stopping = is_stopping
         self._version = version("pagemill")
         # By the server's clock; 0 before it is known.
@@ -37,7 +31,7 @@ class WorkerHealth:
 
     def alive(self) -> Health:
         """False: restart this worker."""
-        if (reason := self._liveness.why_stuck()) is not None:
+        if (reason := self._engine.liveness.why_stuck()) is not None:
             return Health(False, reason)
         return Health(True)
 
@@ -45,11 +39,11 @@ class WorkerHealth:
         """False: jobs are not taken now, of some queue at least."""
         if self._is_stopping():
             return Health(False, "draining")
-        if not self._engine.is_up:
-            return Health(False, "the engine is starting")
         troubles = {queue.name: queue.links.health.trouble for queue in self._queues}
         if waits := {name: trouble for name, trouble in troubles.items() if trouble is not None}:
             return Health(False, f"waiting for Redis: {next(iter(waits.values()))}", {"queues": list(waits)})
+        if not self._engine.supervisor.is_up:
+            return Health(False, "the engine is starting")
         lost = [queue.name for queue in self._queues if not queue.links.is_connected]
         if lost:
             return Health(False, "no connection to Redis", {"queues": lost})
@@ -57,7 +51,7 @@ class WorkerHealth:
 
     def beat(self, queue: ServedQueue) -> Beat:
         """What the registry of `queue` says. The engine's figures are those of the jobs of all queues."""
-        report = self._engine.last_report
+        report = self._engine.supervisor.last_report
         stats = None if report is None else report.stats
         used = 0 if stats is None else stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks
         beat: dict[str, str | int | float] = {
@@ -68,7 +62,7 @@ class WorkerHealth:
             "running": 0 if stats is None else stats.num_running,
             "waiting": 0 if stats is None else stats.num_waiting,
             "kv_use": 0.0 if stats is None else round(used / stats.num_blocks, 4),
-            "suspects": self._gate.num_suspects,
+            "suspects": self._engine.gate.num_suspects,
             "draining": int(self._is_stopping()),
             "paused": int(queue.is_paused),
             "started": self.started_ms,

@@ -124,9 +124,14 @@ class JobsInFlight:
         """The engine that had the job is gone."""
         self._table.leave_engine(job)
 
-    async def record(self, job: Job, marks: Marks) -> None:
-        """Write the job's marks into its record, if it is still ours."""
-        await self._links.outcomes.blame(job.envelope, crashes=marks.crashes, solo=marks.solo, is_alone=marks.is_alone)
+    async def record(self, job: Job, marks: Marks) -> bool:
+        """Write the job's marks into its record. False: it is somebody else's now, as its reply will say too."""
+        status = await self._links.outcomes.blame(
+            job.envelope, crashes=marks.crashes, solo=marks.solo, is_alone=marks.is_alone
+        )
+        if status is SettleStatus.OTHER:
+            self._links.replies.doubt(job.writer)
+        return status is not SettleStatus.OTHER
 
     async def convict(self, job: Job, marks: Marks) -> None:
         """End the job as poison."""

@@ -59,6 +59,24 @@ def configure_logging(
     root.setLevel(level.upper())
 
 
+class LogLevel:
+    """The process's least severe level while it runs: the one that it was started with, or the most talkative of those
+    that operators set for its queues.
+    """
+
+    def __init__(self) -> None:
+        self._own = logging.getLogger().level
+        self._wanted: dict[str, int] = {}
+
+    def set(self, queue: str, level: str | None) -> None:
+        """What operators want for one queue; None: nothing."""
+        if level is None:
+            self._wanted.pop(queue, None)
+        else:
+            self._wanted[queue] = logging.getLevelNamesMapping()[level.upper()]
+        logging.getLogger().setLevel(min(self._wanted.values(), default=self._own))
+
+
 def get_logger(**ids: Any) -> structlog.stdlib.BoundLogger:
     """A logger with `ids` (`request_id`, `worker_id`, `queue`) bound to everything that it writes."""
     logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger("pagemill", **ids)

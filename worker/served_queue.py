@@ -16,6 +16,7 @@ from worker.intake import Intake, ServedModel
 from worker.job import Job
 from worker.job_table import JobTable
 from worker.jobs_in_flight import JobsInFlight
+from worker.logs import LogLevel
 from worker.parts import Parts
 from worker.queue_links import QueueLinks
 from worker.queue_metrics import QueueMetrics
@@ -41,6 +42,7 @@ class ServedQueue:
         parts: Parts,
         metrics: QueueMetrics,
         gate: EngineGate,
+        log_level: LogLevel,
         *,
         model: str,
         recorder: TraceRecorder | None,
@@ -61,7 +63,7 @@ class ServedQueue:
             recorder=recorder,
             stops_unheard=settings.on_client_gone == "stop",
         )
-        self.watch = Watch(self.table, self.jobs, self.links, on_config=on_change, on_drain=on_drain)
+        self.watch = Watch(self.table, self.jobs, self.links, log_level, on_config=on_change, on_drain=on_drain)
         self.links.outcomes.on_released = on_change
         self.links.leases.on_loss = self.jobs.on_loss
         self._max_wait_s = settings.lease_ms / 6000
@@ -86,9 +88,10 @@ class ServedQueue:
         )
 
     async def prepare(self) -> None:
-        """Connect, learn the server's time, make the groups. Raises StreamsError."""
+        """Connect, learn the server's time, make the groups, read what operators set. Raises StreamsError."""
         await self.links.clock.sync(self.links.commands)
         await self.links.source.ensure_groups()
+        await self.watch.look_at_config()
 
     def start_parts(self, *, beat: Callable[[], Beat]) -> None:
         """Run what serves this queue until it is cancelled; log lines of all of it name the queue."""

@@ -11,29 +11,23 @@ registry; end the engine; close the connections. A second signal ends the waitin
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import structlog
 
-from model.errors import ModelError
-from worker.engine_client import EngineClient, InProcessEngine, ProcessEngine, ProgressCallback
-from worker.engine_config import EngineConfig, EngineInfo
-from worker.engine_feed import EngineFeed
-from worker.engine_gate import EngineGate
-from worker.engine_settings import engine_config
-from worker.engine_supervisor import EngineSupervisor
+from worker.engine_client import ProgressCallback
+from worker.engine_config import EngineInfo
+from worker.engine_side import EngineSide, MakeEngine
 from worker.errors import StartupError
+from worker.giving_up import unless_stopped
 from worker.health import WorkerHealth
 from worker.http_status import StatusServer
-from worker.intake import ServedModel
-from worker.job import WorkerNames
 from worker.job_taking import JobTaking
-from worker.liveness import Liveness
+from worker.logs import LogLevel
 from worker.metrics import WorkerMetrics
 from worker.parts import Parts
 from worker.served_queue import ServedQueue
@@ -43,14 +37,10 @@ from worker.signals import signals_call
 from worker.streams.errors import StreamsError
 from worker.streams.lease_keeper import LeaseKeeper
 from worker.streams.server_check import check_server
-from worker.text_side import load_text_side
 from worker.trace_recorder import TraceRecorder
 from worker.worker_id import new_worker_id
 
 log = structlog.get_logger(__name__)
-
-MakeEngine = Callable[[EngineConfig, ProgressCallback | None], EngineClient]
-"""Makes an engine that isn't started yet: the first one, and each that replaces a dead one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,33 +88,22 @@ class Service:
         self._metrics = WorkerMetrics(
             worker_id=self._worker_id, queues=settings.queues, model=self._model, version=version("pagemill")
         )
-        self._gate = EngineGate(self._metrics, on_up=self._room.set)
-        self._queues = self._make_queues()
-        feed = EngineFeed(self._queues, self._gate, self._metrics)
-        config = engine_config(settings, self._model_path)
-        if make_engine is None:
-            make_engine = ProcessEngine if settings.engine_mode == "process" else InProcessEngine
-        self._engine = EngineSupervisor(
-            lambda told: make_engine(config, told),
-            on_report=feed.on_report,
-            on_death=self._gate.on_death,
-            on_restart=self._gate.on_restart,
-            watchdog_s=settings.watchdog_s,
+        self._engine = EngineSide(
+            settings,
+            self._model_path,
+            self._metrics,
+            make_engine=make_engine,
             progress=progress,
+            on_up=self._room.set,
         )
-        self._gate.engine = self._engine
-        self._liveness = Liveness(
-            settings.watchdog_s,
-            has_work=lambda: any(queue.table.num_in_engine for queue in self._queues),
-            seconds_since_step=self._engine.seconds_since_step,
-        )
-        self._health = WorkerHealth(
-            settings, self._engine, self._queues, self._gate, self._liveness, is_stopping=self._stop.is_set
-        )
+        self._queues = self._make_queues()
+        self._engine.work_for(self._queues)
+        self._health = WorkerHealth(settings, self._engine, self._queues, is_stopping=self._stop.is_set)
 
     def _make_queues(self) -> list[ServedQueue]:
         settings = self._settings
         recorder = None if settings.record_trace is None else TraceRecorder(settings.record_trace)
+        log_level = LogLevel()
         return [
             ServedQueue(
                 queue,
@@ -133,7 +112,8 @@ class Service:
                 self._worker_id,
                 self._parts,
                 self._metrics.of_queue(queue),
-                self._gate,
+                self._engine.gate,
+                log_level,
                 model=self._model,
                 recorder=recorder,
                 on_change=self._room.set,
@@ -183,12 +163,12 @@ class Service:
     async def _serve(self, ready: Callable[[ServiceInfo], None] | None) -> None:
         with contextlib.ExitStack() as closing:
             try:
-                if not await self._unless_stopped(self._start(ready, closing)):
+                if await unless_stopped(self._start(ready, closing), self._stop, patience_s=0) is None:
                     log.info("worker_stopped_while_it_started")
                     return
                 await self._take_jobs()
                 grace_s = self._settings.shutdown_grace_s
-                await shut_down(self._queues, self._gate, grace_s=grace_s, room=self._room, hurry=self._hurry)
+                await shut_down(self._queues, self._engine.gate, grace_s=grace_s, room=self._room, hurry=self._hurry)
             except StreamsError as error:
                 raise StartupError(f"Redis failed while the worker started: {error}") from error
             finally:
@@ -200,52 +180,38 @@ class Service:
             self._parts,
             self._room,
             # Without an engine there is no room: what waits is as well off in the queue, where a peer may take it.
-            num_seats=lambda: self._settings.max_num_seqs if self._engine.is_up else 0,
+            num_seats=lambda: self._settings.max_num_seqs if self._engine.supervisor.is_up else 0,
             lease_ms=self._settings.lease_ms,
         )
         await taking.run(self._stop)
 
-    async def _unless_stopped(self, start: Coroutine[Any, Any, None]) -> bool:
-        """Whether `start` came to its end; it is called off if the worker is told to stop before."""
-        starting, stopping = asyncio.create_task(start), asyncio.create_task(self._stop.wait())
-        try:
-            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
-                return False
-            starting.result()
-            return True
-        finally:
-            for task in (starting, stopping):
-                task.cancel()
-            await asyncio.wait({starting, stopping})
-
     async def _close(self) -> None:
         await self._parts.end()
-        await self._engine.close()
+        await self._engine.supervisor.close()
         for queue in self._queues:
             await queue.close()
 
     # Start.
 
-    async def _start(self, ready: Callable[[ServiceInfo], None] | None, closing: contextlib.ExitStack) -> None:
+    async def _start(self, ready: Callable[[ServiceInfo], None] | None, closing: contextlib.ExitStack) -> EngineInfo:
         """Everything up to where jobs are taken; what `closing` gets is closed last."""
+        status = self._start_status_server()  # first, so that whoever asks hears what is waited for
+        if status is not None:
+            closing.callback(status.close)
         redis_version = ""
         for queue in self._queues:
             redis_version = await check_server(self._url, queue.name, queue.links.health)
-        status = self._start_status_server()
-        if status is not None:
-            closing.callback(status.close)
-        info = await self._start_engine()
+        served = await self._engine.start(self._worker_id, self._model)
         for queue in self._queues:
+            queue.use_engine(self._engine.supervisor, served)
             await queue.prepare()
         self._health.started_ms = self._queues[0].links.clock.now_ms()
-        self._parts.spawn("engine", self._engine.follow())
-        self._parts.spawn("gate", self._gate.run())
-        self._parts.spawn("liveness", self._liveness.run())
+        self._engine.start_parts(self._parts)
         held = [(queue.links.leases, queue.links.leasing) for queue in self._queues]
-        self._parts.spawn("leases", LeaseKeeper(held, self._liveness.is_well).run())
+        self._parts.spawn("leases", LeaseKeeper(held, self._engine.liveness.is_well).run())
         for queue in self._queues:
             queue.start_parts(beat=partial(self._health.beat, queue))
+        info = served.info
         url = None if status is None else f"http://{self._settings.metrics_host}:{status.port}"
         log.info(
             "worker_ready",
@@ -259,26 +225,6 @@ class Service:
         )
         if ready is not None:
             ready(ServiceInfo(self._worker_id, self._settings.queues, redis_version, info, url))
-
-    async def _start_engine(self) -> EngineInfo:
-        """Start the engine, and read the tokenizer meanwhile."""
-        loading = asyncio.create_task(asyncio.to_thread(load_text_side, self._model_path))
-        try:
-            info = await self._engine.start()
-            tokenizer, eos_token_ids = await loading
-        except ModelError as error:
-            raise StartupError(str(error)) from error
-        finally:
-            loading.cancel()
-        served = ServedModel(
-            model_names=frozenset({self._model}),
-            tokenizer=tokenizer,
-            info=info,
-            eos_token_ids=eos_token_ids,
-            names=WorkerNames(self._worker_id, self._model, info.fingerprint),
-        )
-        for queue in self._queues:
-            queue.use_engine(self._engine, served)
         return info
 
     def _start_status_server(self) -> StatusServer | None:

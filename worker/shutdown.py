@@ -52,7 +52,7 @@ async def _while_redis_answers(queues: Sequence[ServedQueue], work: Coroutine[An
         health = [queue.links.health for queue in queues if queue.num_held]
         return all(each.is_cut_off for each in health or [queue.links.health for queue in queues])
 
-    await while_worthwhile(work, is_in_vain, at_least_s=CUT_OFF_S, at_most_s=HAND_OVER_S)
+    await while_worthwhile(work, is_in_vain, patience_s=CUT_OFF_S, at_most_s=HAND_OVER_S)
 
 
 async def _hand_over(queues: Sequence[ServedQueue], room: asyncio.Event) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import logging
 from collections.abc import Callable, Sequence
 
 import structlog
@@ -11,6 +10,7 @@ from worker.errors import cancelled, deadline_exceeded
 from worker.job import Job
 from worker.job_table import JobTable
 from worker.jobs_in_flight import JobsInFlight
+from worker.logs import LogLevel
 from worker.queue_links import QueueLinks
 from worker.streams.connection import Backoff
 from worker.streams.errors import ServerError, StreamsError
@@ -37,6 +37,7 @@ class Watch:
         table: JobTable,
         jobs: JobsInFlight,
         links: QueueLinks,
+        log_level: LogLevel,
         *,
         on_config: Callable[[], None],
         on_drain: Callable[[], None],
@@ -44,11 +45,11 @@ class Watch:
         self._table = table
         self._jobs = jobs
         self._links = links
+        self._log_level = log_level
         self._on_config = on_config
         self._on_drain = on_drain
         self._is_drained = False
         self._own_max_depth = links.oldest.max_depth
-        self._own_log_level: int | None = None
         self._problems = ProblemLog(links.keys.config)
 
     @property
@@ -69,7 +70,7 @@ class Watch:
         for num_looks in itertools.count(1):
             await asyncio.sleep(WATCH_S)
             if num_looks % READ_CONFIG_EVERY == 0:
-                await self._read_config()
+                await self.look_at_config()
             now_ms = self._links.clock.now_ms()
             for job in self._table:
                 if job.envelope.is_expired(now_ms):
@@ -79,7 +80,7 @@ class Watch:
     async def follow_control(self) -> None:
         """Hints: look at once at what would be looked at later anyway. Runs until cancelled."""
         backoff = Backoff(1.0)
-        await self._read_config()
+        is_first = True
         while True:
             try:
                 hints = await self._links.control.read()
@@ -91,8 +92,10 @@ class Watch:
             await self._on_cancels({hint.job_id for hint in hints if hint.op == "cancel"})
             if any(hint.op == "reclaim" for hint in hints):
                 self._links.source.hint_reclaim()
-            if any(hint.op == "config" for hint in hints):
-                await self._read_config()
+            # The first read begins at the stream's end, so a hint just before it is not heard.
+            if is_first or any(hint.op == "config" for hint in hints):
+                await self.look_at_config()
+            is_first = False
 
     async def _on_cancels(self, wanted: set[str]) -> None:
         held = [job for job in self._table if job.envelope.id in wanted]
@@ -111,7 +114,8 @@ class Watch:
             if (reason := marks.get(job.envelope.id)) is not None:
                 self._jobs.end(job, cancelled(reason, "running"))
 
-    async def _read_config(self) -> None:
+    async def look_at_config(self) -> None:
+        """Read what operators set and pass it on. Without an answer the last one holds."""
         try:
             fields = await read_config(self._links.commands, self._links.keys)
         except StreamsError as error:
@@ -125,16 +129,9 @@ class Watch:
         self._links.admission.configure(config)
         self._links.oldest.max_depth = self._own_max_depth if config.max_depth is None else config.max_depth
         self._links.source.lanes.use(config.lane_weights)
-        self._set_log_level(config.log_level)
+        self._log_level.set(self._links.keys.queue, config.log_level)
         self._on_config()
         if self._jobs.names.worker_id in config.drained_workers and not self._is_drained:
             self._is_drained = True
             log.info("worker_drained_by_operators")
             self._on_drain()
-
-    def _set_log_level(self, level: str | None) -> None:
-        """What operators set, or what the process was started with."""
-        root = logging.getLogger()
-        if self._own_log_level is None:
-            self._own_log_level = root.level
-        root.setLevel(self._own_log_level if level is None else level.upper())

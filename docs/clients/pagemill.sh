@@ -33,10 +33,13 @@ ask() {
         *) return ;;
       esac
     else
+      answer=$("$REDIS_CLI" --no-auth-warning -u "$url" PING 2>&1 </dev/null) # what is wrong?
+      [[ $answer != *AUTH* && $answer != *WRONGPASS* ]] || give_up 2 "$answer"
+      answer="connection_lost: $answer"
       url=$REDIS_URL
     fi
     is_in_doubt=1
-    ((SECONDS - began < RETRY_S)) || give_up 2 "${answer:-connection_lost: no answer from REDIS_URL for $RETRY_S s}"
+    ((SECONDS - began < RETRY_S)) || give_up 2 "$answer"
     sleep 0.3
   done
 }

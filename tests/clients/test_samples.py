@@ -261,7 +261,7 @@ def test_a_clients_rights_are_enough(sample: Sample, queue: Queue, client_url: s
 
 def test_a_clients_rights_are_enough_for_the_one_for_python(queue: Queue, client_url: str) -> None:
     with Client(client_url, queue.keys.queue) as client:
-        job_id = client.submit("hello", ttl_ms=1)
+        job_id = client.submit("hello", ttl_ms=200)
         assert client.status(job_id) is None
         client.cancel(job_id)
         with pytest.raises(ReplyLostError):
@@ -269,6 +269,14 @@ def test_a_clients_rights_are_enough_for_the_one_for_python(queue: Queue, client
         write(queue, opened(7), token("7-1", "one ", [1], 1), end(7, "two"), job_id=job_id)
         assert client.result(job_id).text == "one two"
         assert [event.text for event in client.stream(job_id, after="7-1")] == ["two"]
+
+
+def test_a_login_that_is_refused_is_told_at_once(sample: Sample) -> None:
+    sample.url = f"redis://default:wrong@{sample.url.rpartition('@')[2]}"
+    reading = sample.read("job", RETRY_S="3600")
+    assert reading.end() != 0
+    assert "WRONGPASS" in reading.complaint or "NOAUTH" in reading.complaint
+    assert "wrong@" not in reading.complaint
 
 
 def test_wrong_words_are_told(sample: Sample) -> None:

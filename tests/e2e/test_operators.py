@@ -73,14 +73,26 @@ def test_a_job_that_a_waiting_read_brings_into_a_paused_queue_is_put_back(
         own_queue.wait(job_id)
 
 
+def test_a_worker_that_comes_to_a_paused_queue_begins_nothing(start_scripted: StartScripted, own_queue: Queue) -> None:
+    set_config(own_queue, paused="1")
+    jobs = [own_queue.enqueue(**PLAIN, id=f"job{number}", max_tokens=1) for number in range(20)]
+    own_queue.cancel(jobs[5])
+    start_scripted()
+    assert own_queue.wait(jobs[5]).terminal["code"] == "cancelled"
+    eventually(lambda: own_queue.num_queued() == 19, "it to be settled")
+    assert [job_id for job_id in jobs if state(own_queue, job_id)] == [jobs[5]]
+    set_config(own_queue, paused="0")
+    own_queue.assert_settled()
+
+
 def test_a_drained_worker_hands_over_and_ends_with_0_and_no_other_does(
     start_scripted: StartScripted, own_queue: Queue
 ) -> None:
-    first = start_scripted(shutdown_grace_s=0.2, step_ms=50)
+    first = start_scripted(shutdown_grace_s=0.2, step_ms=50, lease_ms=1500)
     job_id = own_queue.enqueue(**LONG | {"max_tokens": 300})
     eventually(lambda: is_begun(own_queue, job_id), "tokens to come")
     first_id = state(own_queue, job_id)["worker"]
-    second = start_scripted(step_ms=1)
+    second = start_scripted(step_ms=1, lease_ms=1500)
     set_config(own_queue, **{f"drain__{first_id}": "1"})
     assert first.wait() == 0
     reply = own_queue.wait(job_id)

@@ -1,46 +1,25 @@
 """Worker processes that serve several queues with one engine, whose model is a made-up one that starts at once."""
 
 import asyncio
-import json
-import os
 import signal
-import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
 import pytest
 
 from model.tokenizer import Tokenizer
 from tests.e2e.workers import Queue, Reply, WorkerProcess, eventually
+from tests.faults.scripted import ScriptedWorker
 from tests.faults.scripted_worker import make_engine
 from tests.unit.scheduler.fake_runner import generate
 from worker.service import Service
 from worker.settings import load_settings, served_name
 from worker.streams.keys import LANES, QueueKeys
 
-ROOT = Path(__file__).parents[2]
-SCRIPTED_WORKER = ROOT / "tests" / "faults" / "scripted_worker.py"
+# A step so slow that a long job is not done before its worker is stopped.
+SLOW_MS = 100
 Start = Callable[..., WorkerProcess]
-
-
-class ScriptedWorkerProcess(WorkerProcess):
-    """A worker process that is real but for its engine's model, whose steps take `step_ms`."""
-
-    step_ms = 5
-
-    def start(self, settings: dict[str, str], log: IO[bytes]) -> "subprocess.Popen[bytes]":
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "PAGEMILL_STEP_MS": str(self.step_ms)}
-        command = [sys.executable, "-P", str(SCRIPTED_WORKER), json.dumps(settings)]
-        return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-
-
-class SlowWorkerProcess(ScriptedWorkerProcess):
-    """One that won't be done with a long job before it is stopped."""
-
-    step_ms = 100
 
 
 @pytest.fixture
@@ -58,10 +37,10 @@ def start(tiny_model: Path, valkey_url: str, queues: list[Queue], tmp_path: Path
     """Starts workers of the first so many queues; all are stopped at the end."""
     workers: list[WorkerProcess] = []
 
-    def start(num_queues: int, kind: type[ScriptedWorkerProcess] = ScriptedWorkerProcess) -> WorkerProcess:
-        names = ",".join(queue.keys.queue for queue in queues[:num_queues])
-        worker = kind(
-            *(tiny_model, valkey_url, names, tmp_path),
+    def start(num_queues: int, step_ms: int = 5) -> WorkerProcess:
+        worker = ScriptedWorker(
+            *(tiny_model, valkey_url, ",".join(queue.keys.queue for queue in queues[:num_queues]), tmp_path),
+            step_ms=step_ms,
             lease_ms=1000,
             heartbeat_ms=500,
             shutdown_grace_s=0.2,
@@ -154,12 +133,12 @@ def test_two_workers_of_two_queues_take_over_from_each_other(
 ) -> None:
     """The first hands over the jobs of both queues when it is told to stop; the second is killed."""
     num_tokens, pair = 150, queues[:2]
-    first = start(2, SlowWorkerProcess)
+    first = start(2, SLOW_MS)
     first.wait_until_ready()
     for number, queue in enumerate(pair):
         enqueue(queue, id="long", prompt=f"long of {number}", num_tokens=num_tokens)
     wait_for_attempts(pair, 1)
-    second = start(2, SlowWorkerProcess)
+    second = start(2, SLOW_MS)
     second.wait_until_ready()
     first.signal(signal.SIGTERM)
     assert first.wait() == 0

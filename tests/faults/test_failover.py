@@ -5,6 +5,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ class Trial:
                 return
 
 
-@pytest.fixture(params=["valkey-9.1", "redis-6.2"])
+@pytest.fixture(params=["valkey-9.1", pytest.param("redis-6.2", marks=pytest.mark.slow)])
 def sentinels(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SentinelGroup]:
     group = SentinelGroup(server_command(request.param), tmp_path / "servers")
     yield group
@@ -92,18 +93,15 @@ async def test_every_job_ends_once_when_sentinel_promotes_the_replica_of_a_prima
     assert violations + trial.fleet.failures == []
 
 
-async def test_every_job_ends_once_when_the_primary_is_told_to_step_down(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+async def test_every_job_ends_once_when_the_primary_is_told_to_step_down(
+    sentinels: SentinelGroup, tiny_model: Path, tmp_path: Path
+) -> None:
     """It lives on, as a replica that takes no writes."""
-    group = SentinelGroup(server_command("valkey-9.1"), tmp_path / "servers")
-    try:
-        trial = Trial(group, "failover", tiny_model, tmp_path)
-        violations = await trial.run(
-            lambda: trial.crash(lambda: group.fail_over(is_told=True)),
-            Promise.BOUNDED,
-        )
-        assert violations + trial.fleet.failures == []
-    finally:
-        group.stop()
+    trial = Trial(sentinels, "failover", tiny_model, tmp_path)
+    blow = partial(sentinels.fail_over, is_told=True)
+    violations = await trial.run(lambda: trial.crash(blow), Promise.BOUNDED)
+    assert violations + trial.fleet.failures == []
 
 
 async def test_every_job_ends_once_when_the_owner_of_the_queues_slot_dies(

@@ -189,6 +189,7 @@ def test_whatever_troubles_the_server_is_said_once_and_waited_out(worker: Worker
             reply = client.result(job_id)
             assert (reply.error, len(reply.ids)) == (None, 60), name
             assert time.monotonic() - before < 30
+        _bring_down_a_storm(worker, server, client)
     told = worker.events("redis_waited_for")
     reasons = [event["reason"] for event in told]
     for _, _, words in TROUBLES.values():
@@ -198,21 +199,23 @@ def test_whatever_troubles_the_server_is_said_once_and_waited_out(worker: Worker
     assert 1 <= len(worker.events("redis_serves_again")) <= len(told)
 
 
-def test_a_storm_of_lost_connections_makes_no_storm_in_the_log(worker: Worker, server: ServerProcess) -> None:
-    with Client(server.url, worker.queue, retry_s=60) as client, RespClient(server.url) as admin:
-        job_ids = [client.submit("hello", max_tokens=60, temperature=0, ignore_eos=1) for _ in range(4)]
-        deadline = time.monotonic() + 1.5
-        num_killed = 0
+def _bring_down_a_storm(worker: Worker, server: ServerProcess, client: Client) -> None:
+    """Jobs outlive it, and it makes no storm in the log."""
+    num_lines = len(worker.events("redis_waited_for"))
+    job_ids = [client.submit("hello", max_tokens=60, temperature=0, ignore_eos=1) for _ in range(4)]
+    deadline = time.monotonic() + 1.5
+    num_killed = 0
+    with RespClient(server.url) as admin:
         while time.monotonic() < deadline:
             num_killed += admin.call("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
             time.sleep(0.02)
-        assert num_killed > 30
-        assert [len(client.result(job_id).ids) for job_id in job_ids] == [60] * 4
-    assert len(worker.events("redis_waited_for")) <= 4
+    assert num_killed > 30
+    assert [len(client.result(job_id).ids) for job_id in job_ids] == [60] * 4
+    assert len(worker.events("redis_waited_for")) - num_lines <= 2
     worker.wait_until(is_ready=True)
 
 
-@pytest.mark.parametrize("num_jobs", [0, 3])
+@pytest.mark.parametrize("num_jobs", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_stop_without_a_server_ends_within_its_grace(worker: Worker, server: ServerProcess, num_jobs: int) -> None:
     """What is unfinished is given up: its leases run out, and the next worker goes on."""
     with Client(server.url, worker.queue, retry_s=60) as client:

@@ -6,6 +6,7 @@ from typing import Self
 
 from worker.engine_gate import EngineGate
 from worker.job_taking import JobTaking
+from worker.logs import LogLevel
 from worker.metrics import WorkerMetrics
 from worker.parts import Parts
 from worker.queue_metrics import QueueMetrics
@@ -23,7 +24,7 @@ class LightQueue(ServedQueue):
 
     def __init__(self, queue: str, worker: "LightWorker", settings: Settings, url: str, metrics: QueueMetrics) -> None:
         super().__init__(
-            *(queue, settings, url, worker.name, worker.parts, metrics, worker.gate),
+            *(queue, settings, url, worker.name, worker.parts, metrics, worker.gate, LogLevel()),
             model="light",
             recorder=None,
             on_change=worker.changed.set,

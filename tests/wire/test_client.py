@@ -21,7 +21,7 @@ from worker.embedded import EmbeddedServer
 from worker.protocol_envelope import parse_envelope
 from worker.reply_events import Reply, ReplyEvent
 from worker.streams.connection import Link
-from worker.streams.errors import ConnectionLostError, ServerError
+from worker.streams.errors import ConnectionLostError, LoginRefusedError, ServerError
 from worker.streams.keys import TERMINAL_SEQ, QueueKeys
 
 END = {"e": "end", "finish": "stop"}
@@ -400,6 +400,7 @@ async def test_what_can_not_be_sent_is_refused_before_anything_is(client: AsyncC
     for refused in (
         {"lane": "middle"},
         {"job_id": "{x}:reply:y"},
+        {"id": "mine"},
         {"stop": "\ud800"},
         {"meta": object()},
     ):
@@ -426,8 +427,10 @@ async def test_cancel_leaves_a_mark_that_lasts_and_a_hint(client: AsyncClient, l
 
 async def test_a_server_that_stays_away_is_an_error_after_the_retry_time() -> None:
     client = AsyncClient("redis://127.0.0.1:1", "q", retry_s=0)
-    with pytest.raises(ConnectionLostError):
+    with pytest.raises(ConnectionLostError) as raised:
         await client.submit("hello")
+    assert (raised.value.code, raised.value.is_retryable, raised.value.details) == ("connection_lost", True, {})
+    assert raised.value.message == str(raised.value)
     with pytest.raises(ConnectionLostError):
         await client.result("job")
 
@@ -500,8 +503,9 @@ async def test_a_full_server_is_waited_out_and_then_told(url: str, link: Link) -
     await link.call("CONFIG", "SET", "maxmemory", "1")
     await link.call("CONFIG", "RESETSTAT")
     async with AsyncClient(url, queue, retry_s=0) as hasty, AsyncClient(url, queue, retry_s=30) as patient:
-        with pytest.raises(ServerError, match="OOM"):
+        with pytest.raises(ServerError, match="OOM") as raised:
             await hasty.submit("hello")
+        assert (raised.value.code, raised.value.is_retryable) == ("OOM", True)
         submitting = asyncio.create_task(patient.submit("hello"))
         while await _num_refused(link) < 3:  # noqa: ASYNC110 - the server tells only who asks
             await asyncio.sleep(0.01)
@@ -509,6 +513,15 @@ async def test_a_full_server_is_waited_out_and_then_told(url: str, link: Link) -
         job_id = await submitting
         ((_, flat),) = await link.call("XRANGE", patient.keys.jobs("normal"), "-", "+")
         assert flat[1] == job_id.encode()
+
+
+async def test_a_login_that_is_refused_is_told_at_once(url: str) -> None:
+    wrong = f"redis://default:wrong@{url.rpartition('@')[2]}"
+    async with AsyncClient(wrong, "q", retry_s=3600) as client:
+        for call in (client.submit("hello"), client.result("job"), client.status("job")):
+            with pytest.raises(LoginRefusedError) as raised:
+                await call
+            assert (raised.value.code, raised.value.is_retryable) == ("unauthorized", False)
 
 
 def test_the_client_is_imported_without_what_computes() -> None:

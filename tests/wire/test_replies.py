@@ -415,6 +415,7 @@ async def test_recovery_names_an_event_that_no_worker_wrote(make_worker: MakeWor
         await recover(worker.commands, worker.keys.reply("bad"))
 
 
+@pytest.mark.two_servers
 async def test_random_faults_lose_and_double_nothing(make_worker: MakeWorker, raw: RespClient) -> None:
     """Lost answers, lost sends and failovers to a prefix, 12 tokens a job, in any order."""
     for seed in range(25):

@@ -90,18 +90,18 @@ async def test_a_server_that_reads_its_data_is_waited_for(tmp_path: Path) -> Non
     server = ServerProcess(
         server_command("valkey-9.1"),
         tmp_path / "server",
-        ["appendonly yes", "key-load-delay 20", "loading-process-events-interval-bytes 1024"],
+        ["appendonly yes", "key-load-delay 100", "loading-process-events-interval-bytes 1024"],
     )
     try:
         with RespClient(server.url) as client:
-            client.pipeline(*(("SET", f"key{number}", "x" * 100) for number in range(20_000)))
+            client.pipeline(*(("SET", f"key{number}", "x" * 100) for number in range(5_000)))
             client.call("BGREWRITEAOF")
         server.wait("the file", "INFO", "persistence", until=lambda text: b"aof_rewrite_in_progress:0" in text)
         server.stop()
         server.start()
         with capture_logs() as logs:
             await check_server(server.url, QUEUE)
-        assert server.call("DBSIZE") == 20_000
+        assert server.call("DBSIZE") == 5_000
         reasons = [log.get("reason") for log in logs]
         assert reasons == ["the server is reading its data from disk (LOADING)", None]
         assert logs[-1]["event"] == "redis_serves_again"
@@ -224,6 +224,15 @@ async def test_a_sentinel_that_can_not_help_is_told_apart(serve: Callable[[str],
         with pytest.raises(StartupError, match=words) as caught:
             await check_server(url)
         assert PASSWORD not in str(caught.value)
+
+
+async def test_a_user_of_the_sentinel_needs_one_right(serve: Callable[[str], Served]) -> None:
+    group = serve("sentinel")
+    assert isinstance(group, SentinelGroup)
+    group.sentinel.call("ACL", "SETUSER", "asker", "on", ">secret", "-@all", "+sentinel|get-master-addr-by-name")
+    login = "sentinel_username=asker&sentinel_password=secret"
+    assert await check_server(f"{group.url.partition('?')[0]}?{login}", QUEUE)
+    group.sentinel.call("ACL", "DELUSER", "asker")
 
 
 async def test_a_primary_that_is_gone_is_waited_for(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Named errors of the Redis edge; the driver's own don't leave `wire.py`."""
 
 import re
+from typing import Any
 
 from worker.errors import PagemillError
 
@@ -9,7 +10,24 @@ _WRONG_SERVER = frozenset({"READONLY", "MASTERDOWN", "UNBLOCKED", "MOVED", "ASK"
 
 
 class StreamsError(PagemillError):
-    """Root of what talking to Redis raises."""
+    """Root of what talking to Redis raises. Told like a ClientError: `code`, `message`, `is_retryable`, `details`."""
+
+    code = "connection_lost"
+
+    @property
+    def message(self) -> str:
+        """What it says."""
+        return str(self)
+
+    @property
+    def is_retryable(self) -> bool:
+        """Whether the same may succeed later."""
+        return True
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """Nothing more is known."""
+        return {}
 
 
 class ConnectionLostError(StreamsError):
@@ -25,6 +43,13 @@ class ConnectionLostError(StreamsError):
 
 class LoginRefusedError(ConnectionLostError):
     """The server refuses user, password or database."""
+
+    code = "unauthorized"
+
+    @property
+    def is_retryable(self) -> bool:
+        """Not with the same URL."""
+        return False
 
 
 class ServerError(StreamsError):
@@ -50,6 +75,11 @@ class ServerError(StreamsError):
     def is_temporary(self) -> bool:
         """Worth another try later, here or at another server."""
         return self.is_passing or self.is_wrong_server
+
+    @property
+    def is_retryable(self) -> bool:
+        """Whether the same may succeed later."""
+        return self.is_temporary
 
     @property
     def target(self) -> tuple[str, int] | None:

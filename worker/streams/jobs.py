@@ -53,7 +53,10 @@ class Picker(Protocol):
         ...
 
     async def pick(self, lane: str, room: int) -> list[Entry] | None:
-        """At most `room` entries, taken and under lease; None: read the lane's head. Raises StreamsError."""
+        """At most `room` entries, or such as only have to end, under lease; None: read the lane's head.
+
+        Raises StreamsError.
+        """
         ...
 
 

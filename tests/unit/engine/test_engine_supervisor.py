@@ -109,6 +109,7 @@ class QuietEngine(ScriptedEngine):
         self.may_start = asyncio.Event()
         self.reports: asyncio.Queue[StepReport | None] = asyncio.Queue()
         self.was_killed = False
+        self.is_thread = False
 
     async def start(self) -> EngineInfo:
         await self.may_start.wait()
@@ -129,6 +130,8 @@ class QuietEngine(ScriptedEngine):
         return report
 
     def kill(self) -> bool:
+        if self.is_thread:
+            return False
         self.was_killed = True
         self.may_start.set()
         self.reports.put_nowait(None)
@@ -186,6 +189,21 @@ async def test_an_engine_that_has_work_and_does_no_step_is_ended_and_replaced(fo
     followed.engines[1].may_start.set()
     await followed.until(lambda: followed.num_restarts == 1)
     assert followed.supervisor.last_report is None
+
+
+async def test_an_engine_that_can_not_be_ended_is_told_of_each_time_it_hangs(followed: Followed) -> None:
+    """A thread: its worker loses its leases, and goes on with whatever is left once it moves again."""
+    (engine,) = followed.engines
+    engine.is_thread = True
+    followed.supervisor.add(REQUEST)
+    with capture_logs() as logs:
+        for num_told in (1, 2):
+            await followed.until(lambda num_told=num_told: len(logs) == num_told)  # type: ignore[misc]
+            assert followed.supervisor.seconds_since_step() > WATCHDOG_S
+            engine.reports.put_nowait(StepReport((), STATS, StepTimes()))
+            await followed.until(lambda: followed.supervisor.seconds_since_step() < WATCHDOG_S)
+    assert [(entry["event"], entry["was_ended"]) for entry in logs] == [("engine_hung", False)] * 2
+    assert followed.deaths == []
 
 
 async def test_an_idle_engine_is_never_hung_and_its_first_work_has_the_whole_time(followed: Followed) -> None:

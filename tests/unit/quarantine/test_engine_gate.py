@@ -16,7 +16,7 @@ from worker.metrics import WorkerMetrics
 from worker.protocol import parse_envelope
 from worker.quarantine import Marks
 from worker.streams.leases import Entry
-from worker.streams.reply_writer import ReplyWriter
+from worker.streams.reply_writer import ReplyStatus, ReplyWriter
 
 
 class NamedJob(Job):
@@ -48,6 +48,7 @@ class RecordingHome:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.inside: list[str] = []
+        self.lost: set[str] = set()
         self.may_write = asyncio.Event()
         self.may_write.set()
 
@@ -61,10 +62,11 @@ class RecordingHome:
     def left_dead_engine(self, job: Job) -> None:
         self.inside.remove(job.envelope.id)
 
-    async def record(self, job: Job, marks: Marks) -> None:
+    async def record(self, job: Job, marks: Marks) -> bool:
         await self.may_write.wait()
         alone = " alone" if marks.is_alone else ""
         self.log.append(f"{job.envelope.id}: {marks.crashes}/{marks.solo}{alone}")
+        return job.envelope.id not in self.lost
 
     async def convict(self, job: Job, marks: Marks) -> None:
         self.log.append(f"{job.envelope.id}: poison")
@@ -165,6 +167,17 @@ async def test_tokens_count_once_their_events_are_written(bench: Bench) -> None:
     assert bench.gate.num_suspects == 0
 
 
+async def test_where_nobody_hears_the_tokens_they_count_as_they_come(bench: Bench) -> None:
+    """A job that runs to its end though its reply was deleted would be alone for all of it."""
+    (a,) = bench.enter("a")
+    await bench.die(a)
+    bench.restart()
+    await bench.until_logged("a: 1/0", "a: 1/0 alone")
+    a.writer.close(ReplyStatus.ABANDONED)
+    bench.tell(a, num_events=0)
+    assert bench.gate.num_suspects == 0
+
+
 async def test_who_dies_alone_twice_more_is_poison_and_runs_no_more(bench: Bench) -> None:
     a, b = bench.enter("a", "b")
     await bench.die(a, b)
@@ -182,6 +195,21 @@ async def test_who_dies_alone_twice_more_is_poison_and_runs_no_more(bench: Bench
     await bench.until_logged("a: 3/2", "a: poison")
     bench.restart()
     assert bench.home.inside == ["b"]
+
+
+async def test_a_job_that_is_another_workers_now_is_not_convicted_and_holds_nobody_up(bench: Bench) -> None:
+    suspect = make_job("suspect", crashes=2)
+    suspect.solo = 1
+    waiting = asyncio.create_task(bench.gate.wait_turn(suspect, bench.home))
+    bench.home.lost.add("suspect")
+    await bench.until_logged("suspect: 2/1 alone")
+    assert await waiting
+    bench.gate.enter(suspect, bench.home)
+    await bench.die(suspect)
+    await bench.until_logged("suspect: 2/1 alone", "suspect: 3/2")
+    bench.restart()
+    bench.enter("new")
+    assert bench.home.inside == ["new"]
 
 
 async def test_a_step_that_was_under_way_when_a_turn_began_is_on_those_that_it_computed(bench: Bench) -> None:

@@ -120,7 +120,7 @@ def test_a_random_life_with_searches_keeps_every_invariant_and_every_hypothesis(
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, SWAP])
 def test_a_pool_that_barely_holds_a_search_too(mode: PreemptionMode) -> None:
     small = replace(PARAMS[2], num_blocks=20, mode=mode, num_cpu_blocks=40 if mode is SWAP else 0)
-    live(small, random.randrange(10**6), num_steps=500)
+    live(small, random.randrange(10**6), num_steps=2_000)
 
 
 @pytest.mark.slow

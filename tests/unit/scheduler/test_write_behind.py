@@ -15,8 +15,13 @@ from scheduler import (
     Sequence,
     SequenceStatus,
     Transfer,
+    TransferResult,
 )
+from scheduler.block_pool import Block
 from scheduler.errors import InvalidConfigError
+from scheduler.kv_cache_manager import KVCacheManager
+from scheduler.swap_tier import SwapTier
+from scheduler.write_behind import MAX_ADMITTED, MAX_WAITS, WriteBehind
 from tests.unit.scheduler.fake_runner import CopyFaults, Driver, generate
 from tests.unit.scheduler.makers import make_scheduler, make_seq
 from tests.unit.scheduler.test_pressure import BLOCK_SIZE, made_trace
@@ -206,6 +211,93 @@ def test_a_copy_that_found_no_memory_is_not_relied_on() -> None:
     assert victim.num_preemptions > 0
     for name in ("a", "b"):
         assert driver.generated[name] == generate("", make_seq(name, 3).token_ids, 10)
+
+
+def decoding(*names: str) -> Scheduler:
+    """They decode, with three full blocks each, none of which was written behind; the first alone may want them all."""
+    driver = Driver(make_scheduler(36, 2, num_cpu_blocks=80, write_behind_blocks=0, preemption_mode=SWAP))
+    driver.add(*[make_seq(name, 6, 66, ignore_eos=True) for name in names])
+    driver.step()
+    return driver.scheduler
+
+
+def test_a_step_that_admits_many_leaves_the_writing_to_a_later_one_a_few_times_in_a_row_at_most() -> None:
+    scheduler = decoding(*"abcdef")
+    behind = WriteBehind(scheduler.kv, 4)
+    numbers = []
+    for _ in range(MAX_WAITS + 1):
+        behind.begin(scheduler.running, MAX_ADMITTED + 1)
+        numbers.append(scheduler.stats().num_written_behind_blocks)
+    assert numbers == [*[0] * MAX_WAITS, 4]
+
+
+def test_a_step_writes_blocks_of_the_likeliest_victims_only_and_the_next_goes_on() -> None:
+    scheduler = decoding(*"abcdef")
+    behind = WriteBehind(scheduler.kv, 80)
+    behind.begin(scheduler.running, MAX_ADMITTED)
+    assert "".join(seq.seq_id for seq in scheduler.running if seq.num_written_blocks == 3) == "cdef"
+    ended = [TransferResult(transfer.transfer_id) for transfer in scheduler.kv.take_transfers()[0]]
+    for result in ended:
+        scheduler.kv.end_transfer(result)
+    behind.begin(scheduler.running, 0)
+    assert "".join(seq.seq_id for seq in scheduler.running if seq.num_written_blocks == 3) == "bcdef"
+
+
+def written(num_full: int) -> tuple[SwapTier, Sequence, list[int]]:
+    """A tier in which the first blocks of a sequence of 40 tokens lie; the tier, and the ids of these blocks."""
+    kv = KVCacheManager(CacheConfig(30, 2, 30))
+    seq = make_seq("a", 40)
+    kv.take_prefix(seq, kv.find_prefix(seq))
+    assert kv.allocate_slots(seq, 40) is not None
+    seq.num_computed_tokens = 40
+    assert kv.swap is not None
+    assert kv.swap.write_behind(seq, num_full, 99) == num_full
+    finish(kv.swap)
+    return kv.swap, seq, [block.block_id for block in found(kv.swap, seq)]
+
+
+def finish(swap: SwapTier) -> None:
+    swap.begin_write_behind()
+    for transfer in swap.take_transfers()[0]:
+        swap.end(TransferResult(transfer.transfer_id))
+
+
+def found(swap: SwapTier, seq: Sequence) -> list[Block]:
+    assert swap.index is not None
+    return swap.index.find(seq)
+
+
+def lose(swap: SwapTier, block_id: int) -> None:
+    """Somebody else gets a block of the tier."""
+    content = swap.pool.blocks[block_id].content
+    assert swap.index is not None and content is not None  # noqa: PT018
+    swap.index.evict(content)
+    swap.pool.drop_content(swap.pool.blocks[block_id])
+
+
+@pytest.mark.parametrize(
+    ("lost", "num_before", "num_now", "num_copied"),
+    [
+        ([], 5, 6, 1),
+        ([], 5, 8, 3),
+        ([4], 5, 6, 2),
+        ([2], 5, 6, 1),
+        ([2], 5, 8, 6),
+        ([0, 1, 2, 3, 4], 5, 7, 7),
+    ],
+    ids=["goes on", "and on", "the last is lost", "another is lost", "which is seen later", "all are lost"],
+)
+def test_what_was_written_is_written_on_behind_its_last_block_and_looked_up_now_and_then(
+    lost: list[int], num_before: int, num_now: int, num_copied: int
+) -> None:
+    swap, seq, block_ids = written(num_before)
+    assert len(block_ids) == num_before
+    for index in lost:
+        lose(swap, block_ids[index])
+    assert swap.write_behind(seq, num_now, 99) == num_copied
+    finish(swap)
+    num_found = lost[0] if lost and num_copied < num_now - lost[0] else num_now
+    assert len(found(swap, seq)) == num_found
 
 
 def test_a_negative_budget_is_refused() -> None:

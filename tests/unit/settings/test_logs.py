@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.logging_state import logging_restored
-from worker.logs import configure_logging, get_logger
+from worker.logs import LogLevel, configure_logging, get_logger
 
 
 @pytest.fixture(autouse=True)
@@ -141,3 +141,20 @@ def test_stderr_is_looked_up_at_each_event(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("sys.stderr", second)
     get_logger().info("still_heard")
     assert lines(second)[0]["event"] == "still_heard"
+
+
+def test_the_level_is_the_most_talkative_that_operators_want_for_any_queue() -> None:
+    configure_logging("warning")
+    root, level = logging.getLogger(), LogLevel()
+    level.set("a", None)
+    assert root.level == logging.WARNING
+    level.set("a", "debug")
+    level.set("b", None)
+    assert root.level == logging.DEBUG, "a queue for which nothing is wanted takes nothing back"
+    level.set("b", "info")
+    level.set("a", None)
+    assert root.level == logging.INFO
+    level.set("b", "error")
+    assert root.level == logging.ERROR
+    level.set("b", None)
+    assert root.level == logging.WARNING
