@@ -187,13 +187,13 @@ class Intake:
             [Generation(request.sampling, served.tokenizer, job.prompt_ids) for _ in range(num_sequences)],
         )
         drawn_seed = secrets.randbits(63)
+        if result.is_reply_gone:
+            # The client deleted it while nobody had the job: what a server loses, it loses together with the record.
+            await persist(lambda: self._links.replies.abandon(job.writer), cap_s=self._max_wait_s)
+            if job.is_over:
+                return
         if result.covered or result.is_resumed:
             recovered = await persist(lambda: self._links.replies.recover(job.writer), cap_s=self._max_wait_s)
-            if result.is_resumed and recovered.num_attempts == 1:
-                # Only this attempt's own opening is there: the client deleted the reply while nobody had the job.
-                await persist(lambda: self._links.replies.abandon(job.writer), cap_s=self._max_wait_s)
-                if job.is_over:
-                    return
             drawn_seed = drawn_seed if recovered.seed is None else recovered.seed
             job.num_replayed, job.num_attempts = recovered.num_tokens, recovered.num_attempts
             check_stored_ids(recovered, served.info)

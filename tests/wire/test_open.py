@@ -242,6 +242,21 @@ async def test_a_duplicate_of_an_ended_job_is_still_a_duplicate(make_worker: Mak
     assert (await run_open(worker, second)).status is OpenStatus.DUPLICATE
 
 
+async def test_a_job_whose_reply_was_deleted_while_nobody_had_it_is_told_so_once(
+    make_worker: MakeWorker, raw: RespClient
+) -> None:
+    """Only the open can tell: afterwards its own event is there, and the server may lose and get back any of them."""
+    first, second = make_worker("first"), make_worker("second")
+    entry = await taken(first)
+    assert not (await run_open(first, entry)).is_reply_gone
+    assert not (await run_open(first, entry)).is_reply_gone, "opened again, since the answer was lost"
+    raw.call("DEL", first.keys.reply("a"))
+    steal(raw, entry, second)
+    result = await run_open(second, entry)
+    assert (result.is_resumed, result.is_reply_gone, result.covered) == (True, True, 0)
+    assert not (await run_open(second, entry)).is_reply_gone
+
+
 async def test_an_id_whose_reply_is_gone_is_a_new_job(make_worker: MakeWorker, raw: RespClient) -> None:
     """Settling such an entry in silence would leave the client waiting for ever."""
     worker = make_worker("w")

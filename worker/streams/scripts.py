@@ -67,8 +67,9 @@ class OpenResult:
 
     Only OPENED has the rest: `attempt`; `covered`: tokens that earlier attempts stored; `crashes` and `solo` as the
     record has them now; `cancel_reason`: the cancel mark's value, None where there is no mark; `is_resumed`: this
-    entry was opened before. ENDED says how the reply ended: `terminal` is `end` or `error`, with the error's code
-    and the `usage` that was told. BLOCKED names the `key` that holds what leaves no way to answer.
+    entry was opened before; `is_reply_gone`: it was, and nothing is left of its reply. ENDED says how the reply ended:
+    `terminal` is `end` or `error`, with the error's code and the `usage` that was told. BLOCKED names the `key` that
+    holds what leaves no way to answer.
     """
 
     status: OpenStatus
@@ -78,6 +79,7 @@ class OpenResult:
     solo: int = 0
     cancel_reason: str | None = None
     is_resumed: bool = False
+    is_reply_gone: bool = False
     terminal: str = ""
     terminal_code: str = ""
     usage: str | None = None
@@ -192,7 +194,8 @@ class Scripts:
             crashes=int(crashes),
             solo=int(solo),
             cancel_reason=None if mark is None else mark.decode("utf-8", "replace"),
-            is_resumed=is_resumed == 1,
+            is_resumed=is_resumed > 0,
+            is_reply_gone=is_resumed == 2,
         )
 
     async def blame(

@@ -8,7 +8,8 @@
 --         {'duplicate'} or {'conflict'}                     the id belongs to another entry: drop this one
 --         {'ended', e, code, usage or nil}                  the reply has its terminal event: settle
 --         {'blocked', key}                                  what is under that key leaves no way to answer
---         {'opened', attempt, from, crashes, solo, cancel reason or nil, 1 if this entry was opened before}
+--         {'opened', attempt, from, crashes, solo, cancel reason or nil, 1 if this entry was opened before, 2 if it was
+--          and its reply is gone}
 local lane_key, reply_key, state_key, cancel_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local group, consumer, entry_id, lane, digest = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local model, run_ttl, own_attempt, tenant = ARGV[6], ARGV[7], tonumber(ARGV[8]), ARGV[9]
@@ -116,4 +117,4 @@ end
 
 local mark = redis.pcall('GET', cancel_key)
 if type(mark) == 'table' then mark = is_wrong_type(mark) and '' or false end
-return {'opened', attempt, covered, crashes, solo, mark, is_same and 1 or 0}
+return {'opened', attempt, covered, crashes, solo, mark, is_same and (last and 1 or 2) or 0}
