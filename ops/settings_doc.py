@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import SecretStr
+from pydantic.fields import FieldInfo
 
 from worker.settings import Settings, shown_default
 from worker.settings_words import env_name, flag_name
@@ -35,6 +36,11 @@ so it is refused.
 _WORDS = {bool: "on, off", int: "whole number", float: "number", str: "text", SecretStr: "URL", Path: "folder"}
 
 
+def accepted_by(field: FieldInfo) -> str:
+    """What a setting accepts, in a word or two. A text among its annotations is the word for it."""
+    return next((mark for mark in field.metadata if isinstance(mark, str)), None) or accepted(field.annotation)
+
+
 def accepted(annotation: Any) -> str:
     """What a field of this type accepts, in a word or two: `on, off`, `whole number`, the choices of a Literal."""
     if get_origin(annotation) is Literal:
@@ -52,7 +58,7 @@ def render() -> str:
     """The whole text of docs/settings.md."""
     rows = []
     for name, field in Settings.model_fields.items():
-        cells = [f"`{flag_name(name)}`", f"`{env_name(name)}`", accepted(field.annotation), shown_default(name)]
+        cells = [f"`{flag_name(name)}`", f"`{env_name(name)}`", accepted_by(field), shown_default(name)]
         rows.append("| " + " | ".join([*cells, str(field.description)]) + " |\n")
     return _HEAD + "".join(rows) + _TAIL
 

@@ -10,7 +10,7 @@ import platformdirs
 import pytest
 
 from tests.servers.binaries import DEBIAN, SERVER_BINARIES, server_command
-from tests.servers.groups import ClusterGroup, OneServer, SentinelGroup, Served, TlsServer, as_worker, over_unix_socket
+from tests.servers.groups import ClusterGroup, OneServer, SentinelGroup, Served, TlsServer, UnixServer, as_worker
 from tests.servers.process import ServerProcess
 from tests.wire.resp import RespClient
 from worker.demo_model import ensure_demo_model
@@ -23,7 +23,7 @@ __all__ = ["SERVER_BINARIES", "server_command"]
 SERVERS = (*SERVER_BINARIES, DEBIAN)
 # The newest server reached in other ways, and the floor in a Cluster: for tests that are marked `every_topology`.
 TOPOLOGIES: dict[str, Callable[[Path], Served]] = {
-    "unix": lambda folder: over_unix_socket(server_command("valkey-9.1"), folder),
+    "unix": lambda folder: UnixServer(server_command("valkey-9.1"), folder),
     "tls": lambda folder: TlsServer(server_command("valkey-9.1"), folder),
     "least-rights": lambda folder: as_worker(server_command("valkey-9.1"), folder),
     "sentinel": lambda folder: SentinelGroup(server_command("valkey-9.1"), folder),

@@ -99,14 +99,25 @@ class JobTaking:
         self._reads: dict[asyncio.Task[None], _Reader] = {}
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Take jobs until `stop` is set, which `changed` must tell. What is being read then is still taken in."""
+        """Take jobs until `stop` is set, which `changed` must tell. What is being read then is still taken in, unless
+        it comes too late: its lease runs out, and a peer takes it.
+        """
         while not stop.is_set():
             self._changed.clear()
             self._start_reads(time.monotonic())
             await self._until_something_happens()
             self._take_in()
-        if reads := [task for task, reader in self._reads.items() if reader.doing is not Read.BACKOFF]:
-            await asyncio.wait(reads, timeout=BLOCK_MS / 1000 + PATIENCE_S)
+        await self._end_reads()
+
+    async def _end_reads(self) -> None:
+        for task, reader in self._reads.items():
+            if reader.doing is Read.BACKOFF:
+                task.cancel()
+        if self._reads:
+            _, late = await asyncio.wait(self._reads, timeout=BLOCK_MS / 1000 + PATIENCE_S)
+            for task in late:
+                task.cancel()
+            await asyncio.wait(self._reads, timeout=PATIENCE_S)
         self._take_in()
 
     # Which queue is read, and how.

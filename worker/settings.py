@@ -206,7 +206,7 @@ class Settings(BaseSettings):
     on_client_gone: Literal["stop", "finish"] = "stop"
     """What becomes of a job whose reply was deleted or has expired: it stops, or runs to its end unheard."""
     lane_weights: Annotated[str, AfterValidator(_lane_weights), "number:number:number, strict"] = DEFAULT_LANE_WEIGHTS
-    """Shares of the lanes high, normal and low while all have jobs; with `strict` one starves while those above do."""
+    """Shares of the lanes high, normal, low while all have jobs. `strict`: one starves while those above have any."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535, json_schema_extra=_shown("off"))
     """Port of `/metrics`, `/healthz` and `/readyz`. 0 takes any free port."""

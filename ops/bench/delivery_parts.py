@@ -136,4 +136,5 @@ class ScriptedWorker:
     def scheduled_ns(self) -> dict[str, int]:
         """When the engine first scheduled each job, by the monotonic clock."""
         lines = self._scheduled_path.read_text().splitlines()
-        return {line.partition(":")[0]: int(line.rpartition(" ")[2]) for line in lines}
+        # The engine's name for a job is `QUEUE/ID:ATTEMPT`.
+        return {line.partition("/")[2].partition(":")[0]: int(line.rpartition(" ")[2]) for line in lines}

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from ops.first_message import show_start
 from ops.progress import ProgressReporter, progress_reporter
-from ops.settings_doc import accepted
+from ops.settings_doc import accepted_by
 from ops.stopping import clearing_up
 from worker.embedded import EmbeddedServer
 from worker.errors import StartupError
@@ -30,7 +30,7 @@ def _setting_options() -> list[click.Parameter]:
         if field.annotation is bool:
             options.append(click.Option([f"{flag}/--no-{flag[2:]}", name], default=None, help=text))
         else:
-            words = accepted(field.annotation)
+            words = accepted_by(field)
             metavar = words.replace(", ", "|") if ", " in words else words.replace(" ", "-").upper()
             options.append(click.Option([flag, name], metavar=metavar, help=text))
     return options

@@ -19,9 +19,11 @@ import pytest
 from tests.conftest import server_command
 from tests.e2e.workers import eventually
 from tests.faults.fleet import ROOT, SCRIPTED_WORKER, SETTINGS
-from tests.servers.process import ServerProcess, free_port
+from tests.servers.groups import ClusterGroup
+from tests.servers.process import QUOTED, ServerProcess, free_port
 from tests.wire.resp import RespClient, RespError
 from worker.client import Client
+from worker.streams.rights import client_rule, rule_words, worker_rule
 
 GRACE_S = 1.0
 # What a stop may take beyond its grace: a last try, and the end of the processes.
@@ -238,6 +240,39 @@ def test_a_stop_ends_in_time_when_the_server_is_there_and_says_nothing(worker: W
             assert worker.stop() < GRACE_S + END_S
         finally:
             os.kill(server.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("name", ["valkey-9.1", pytest.param("redis-6.2", marks=pytest.mark.slow)])
+def test_the_whole_service_works_with_the_least_rights_in_a_cluster(
+    name: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """A worker process under the worker's rule, a client under the client's; each queue on a node of its own."""
+    group = ClusterGroup(server_command(name), tmp_path / "servers")
+    workers = []
+    try:
+        version = group.nodes[0].info("redis_version")
+        for node in group.nodes:
+            for user, rule in (("worker", worker_rule), ("client", client_rule)):
+                node.call("ACL", "SETUSER", user, "on", ">secret", *rule_words(rule(version, "cluster")))
+        urls = {user: group.url.replace(f"default:{QUOTED}", f"{user}:secret") for user in ("worker", "client")}
+        workers = [Worker(tiny_model, urls["worker"], tmp_path) for _ in range(2)]
+        for worker in workers:
+            worker.wait_until(is_ready=True)
+            with Client(urls["client"], worker.queue, retry_s=60) as client:
+                reply = client.result(client.submit("hello", max_tokens=20, temperature=0, ignore_eos=1))
+                assert (reply.error, len(reply.ids)) == (None, 20)
+                job_id = client.submit("hello", max_tokens=400, temperature=0, ignore_eos=1)
+                _until_token(client, job_id)
+                client.cancel(job_id)
+                assert client.result(job_id).error is not None
+        for worker in workers:
+            worker.stop()
+            assert worker.events("redis_waited_for") == []
+    finally:
+        for worker in workers:
+            worker.process.kill()
+            worker.process.wait()
+        group.stop()
 
 
 def _until_token(client: Client, job_id: str) -> list[Any]:

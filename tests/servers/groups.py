@@ -5,7 +5,7 @@ import ssl
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Protocol
 
 from redis.crc import key_slot
@@ -54,10 +54,19 @@ class OneServer:
         self.server.stop()
 
 
-def over_unix_socket(command: Sequence[str], folder: Path) -> OneServer:
+class UnixServer(OneServer):
     """A server that Pagemill reaches by a Unix socket."""
-    path = Path(mkdtemp(prefix="pagemill-")) / "s"  # such a path may not be long
-    return OneServer(ServerProcess(command, folder, [f"unixsocket {path}"]), f"unix://default:{QUOTED}@{path}")
+
+    def __init__(self, command: Sequence[str], folder: Path) -> None:
+        self._folder = TemporaryDirectory(prefix="pagemill-")  # the path of a socket may not be long
+        path = Path(self._folder.name) / "s"
+        server = ServerProcess(command, folder, [f"unixsocket {path}"])
+        super().__init__(server, f"unix://default:{QUOTED}@{path}")
+
+    def stop(self) -> None:
+        """End it, and remove the socket's folder."""
+        super().stop()
+        self._folder.cleanup()
 
 
 def as_worker(command: Sequence[str], folder: Path) -> OneServer:

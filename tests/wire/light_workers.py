@@ -55,6 +55,7 @@ class LightWorker:
         self.started: list[tuple[str, Entry]] = []
         self.num_done = 0
         self.changed = asyncio.Event()
+        self._stop = asyncio.Event()
         self.parts = Parts(self.changed.set)
         metrics = WorkerMetrics(worker_id=name, queues=queues, model="light", version="0")
         self.gate = EngineGate(metrics)
@@ -72,8 +73,14 @@ class LightWorker:
             queue.start_parts(beat=lambda: {"model": "light"})
         held = [(queue.links.leases, queue.links.leasing) for queue in self.queues]
         self.parts.spawn("leases", LeaseKeeper(held).run())
-        self.parts.spawn("taking", self._taking.run(asyncio.Event()))
+        self._running = self.parts.spawn("taking", self._taking.run(self._stop))
         return self
+
+    async def stop_taking(self) -> None:
+        """Take no more jobs, as at the beginning of a shutdown."""
+        self._stop.set()
+        self.changed.set()
+        await self._running
 
     async def __aexit__(self, *_: object) -> None:
         await self.parts.end()

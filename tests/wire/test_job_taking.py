@@ -4,11 +4,12 @@ import asyncio
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 
 import pytest
 
+from tests.servers.groups import Served
 from tests.wire.light_workers import LightWorker, at_once
 from tests.wire.resp import RespClient
 from tests.wire.workers import eventually
@@ -214,6 +215,21 @@ async def test_jobs_longer_than_half_a_lease_come_once_to_workers_of_one_seat(
     assert {entry.deliveries for entry in entries} == {1}
 
 
+async def test_queues_of_one_worker_may_lie_on_different_nodes_of_a_cluster(
+    serve: Callable[[str], Served], keys: QueueKeys
+) -> None:
+    cluster = serve("cluster")
+    urls = {queue: cluster.direct_url(queue) for queue in (f"{keys.queue}.{number}" for number in range(60))}
+    queues = list({url: queue for queue, url in urls.items()}.values())
+    for queue in queues:
+        with RespClient(urls[queue]) as client:
+            add(client, queue, 20)
+    async with LightWorker(cluster.url, queues, at_once, num_seats=2) as worker:
+        await until_done(worker, 20 * len(queues))
+    assert Counter(queue for queue, _ in worker.started) == dict.fromkeys(queues, 20)
+    assert len(queues) == 3, "sixty slots lie on all three nodes"
+
+
 @pytest.mark.parametrize("trouble", ["a string", "no group"])
 async def test_a_queue_in_trouble_holds_up_no_other(
     valkey_url: str, names: list[str], client: RespClient, trouble: str
@@ -255,6 +271,33 @@ async def test_a_queue_whose_server_is_silent_or_gone_holds_up_no_other(
     async with worker:
         await until_done(worker, 20)
     assert {queue for queue, _ in worker.started} == {names[2]}
+
+
+async def test_nothing_is_taken_after_the_stop_however_late_an_answer_comes(
+    valkey_url: str, names: list[str], client: RespClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be held, and nobody would run it or hand it over."""
+    late, under_way, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    worker = LightWorker(valkey_url, names, at_once, num_seats=4)
+    slow = worker.queues[0].links
+    really = slow.source.take_at_once
+
+    async def take_late(room: int) -> list[Entry]:
+        under_way.set()
+        try:
+            await late.wait()
+            return await really(room)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(slow.source, "take_at_once", take_late)
+    async with worker:
+        add(client, names[0], 1)
+        await under_way.wait()
+        await worker.stop_taking()
+        late.set()
+        await ended.wait()
+        assert worker.num_held == num_pending(client, names) == 0
 
 
 async def test_a_queue_that_was_away_for_long_gets_its_share_and_no_more(

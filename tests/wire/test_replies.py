@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from worker.streams.keys import TERMINAL_SEQ
 from worker.streams.leases import Entry
 from worker.streams.recovery import recover
 from worker.streams.reply_writer import ReplyStatus, ReplyWriter
+from worker.streams.scripts import OpenResult
 
 pytestmark = pytest.mark.every_topology
 
@@ -243,6 +245,62 @@ async def test_a_server_that_lost_writes_gets_them_again_from_memory(
     await worker.replies.flush()
     assert writer.attempt > old_attempt
     assert tokens(raw, worker.keys.reply("a")) == (list(range(7)), "0123456")
+
+
+async def lost_writes(worker: TestWorker, raw: RespClient) -> tuple[Entry, ReplyWriter]:
+    """A job with two tokens, of which a promoted replica has none."""
+    entry, writer = await opened(worker)
+    snapshot = raw.call("DUMP", worker.keys.reply("a"))
+    writer.token([1, 2], "ab")
+    await worker.replies.flush()
+    raw.call("RESTORE", worker.keys.reply("a"), 0, snapshot, "REPLACE")
+    await worker.reply_link.reset()
+    writer.token([3], "c")
+    return entry, writer
+
+
+@pytest.mark.parametrize("what", ["the opening's answer", "what is stored"])
+async def test_a_reopening_that_was_lost_half_way_is_not_taken_for_another_workers(
+    make_worker: MakeWorker, raw: RespClient, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later attempt is its own: it opens once more, instead of leaving its job to the end of its lease."""
+    worker = make_worker("w")
+    _, writer = await lost_writes(worker, raw)
+    first_attempt, open_reply = writer.attempt, worker.scripts.open
+
+    async def open_and_lose(*arguments: Any, **options: Any) -> OpenResult:
+        monkeypatch.undo()
+        worker.commands.lose_after = what == "the opening's answer"
+        result = await open_reply(*arguments, **options)
+        worker.commands.lose_before = True
+        return result
+
+    monkeypatch.setattr(worker.scripts, "open", open_and_lose)
+    with pytest.raises(ConnectionLostError):
+        await worker.replies.flush()
+    assert writer.attempt == first_attempt
+    await insist(worker.replies.flush)
+    end(writer)
+    await insist(worker.replies.flush)
+    assert writer.status is ReplyStatus.ENDED
+    assert tokens(raw, worker.keys.reply("a")) == ([1, 2, 3], "abc")
+    assert [event["e"] for _, event in raw.events(worker.keys.reply("a"))] == ["open"] * 3 + ["token", "end"]
+
+
+async def test_a_reopening_that_was_lost_is_another_workers_once_that_has_the_entry(
+    make_worker: MakeWorker, raw: RespClient
+) -> None:
+    worker, peer = make_worker("w"), make_worker("peer")
+    entry, writer = await lost_writes(worker, raw)
+    worker.commands.lose_after = True
+    with pytest.raises(ConnectionLostError):
+        await worker.replies.flush()
+    raw.call("XCLAIM", worker.keys.jobs("normal"), "workers", "peer", 0, entry.entry_id)
+    await peer.open(entry)
+    before = raw.events(worker.keys.reply("a"))
+    await insist(worker.replies.flush)
+    assert writer.status is ReplyStatus.FENCED
+    assert raw.events(worker.keys.reply("a")) == before
 
 
 async def test_a_server_that_lost_the_whole_reply_gets_it_again(make_worker: MakeWorker, raw: RespClient) -> None:

@@ -16,7 +16,7 @@ from tests.servers.process import PASSWORD, QUOTED, ServerProcess, free_port
 from tests.wire.resp import RespClient, encode
 from worker.errors import StartupError
 from worker.streams.connection import Link
-from worker.streams.errors import ConnectionLostError
+from worker.streams.errors import ConnectionLostError, ServerError
 from worker.streams.keys import QueueKeys
 from worker.streams.rights import _probes, rule_words, worker_rule
 from worker.streams.server_check import check_server
@@ -99,8 +99,14 @@ async def test_a_server_that_reads_its_data_is_waited_for(tmp_path: Path) -> Non
         server.wait("the file", "INFO", "persistence", until=lambda text: b"aof_rewrite_in_progress:0" in text)
         server.stop()
         server.start()
+        link = Link(server.url, "test", QUEUE)
+        with pytest.raises(ServerError) as caught:
+            await link.call("XLEN", QueueKeys(QUEUE).control)
+        assert (caught.value.code, caught.value.is_passing, link.is_up) == ("LOADING", True, True)
         with capture_logs() as logs:
             await check_server(server.url, QUEUE)
+        assert await link.call("XLEN", QueueKeys(QUEUE).control) == 0
+        await link.close()
         assert server.call("DBSIZE") == 5_000
         reasons = [log.get("reason") for log in logs]
         assert reasons == ["the server is reading its data from disk (LOADING)", None]

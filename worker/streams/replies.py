@@ -27,11 +27,15 @@ IN_DOUBT = 0
 
 @dataclass(slots=True)
 class _Registered:
-    """What the batcher knows of a live writer. `generation`: the connection over which its last id was last known."""
+    """What the batcher knows of a live writer. `generation`: the connection over which its last id was last known.
+
+    `is_reopening`: it may be open anew, but the answer, or what is stored, has not come.
+    """
 
     envelope: JobEnvelope
     generation: int
     expiry_due_ms: int
+    is_reopening: bool = False
 
 
 class Replies:
@@ -195,11 +199,17 @@ class Replies:
                 self._live[writer].generation = generation
 
     async def _after_lost_writes(self, writer: ReplyWriter, last_id: str | None) -> None:
-        """A later attempt: fenced. Anything less: the server lost writes; open anew and write what is missing."""
-        if last_id is not None and int(last_id.partition("-")[0]) > writer.attempt:
+        """A later attempt: fenced. Anything less: the server lost writes; open anew and write what is missing.
+
+        A later attempt may be ours, if we were at that before; then the script knows who has the entry.
+        """
+        registered = self._live[writer]
+        is_later = last_id is not None and int(last_id.partition("-")[0]) > writer.attempt
+        if is_later and not registered.is_reopening:
             self._close(writer, ReplyStatus.FENCED)
             return
-        result = await self._run_open(self._live[writer].envelope, own_attempt=writer.attempt)
+        registered.is_reopening = True
+        result = await self._run_open(registered.envelope, own_attempt=writer.attempt)
         if result.status is not OpenStatus.OPENED:
             # With nothing left to read the job is settled, if that is still ours to do, and nothing is written.
             is_deleted = last_id is None or result.status is OpenStatus.BLOCKED
@@ -208,6 +218,7 @@ class Replies:
         log.warning("reply_reopened", job_id=writer.job_id, attempt=result.attempt, covered=result.covered)
         try:
             writer.reopen(result.attempt, await recover(self._reader, self._keys.reply(writer.job_id)))
+            registered.is_reopening = False
         except UnreadableReplyError as error:
             # It comes back as an entry that nobody holds, and ends with an error.
             log.error("reply_unreadable", job_id=writer.job_id, error=str(error))

@@ -54,6 +54,8 @@ def test_the_help_of_serve_shows_every_setting_with_its_default_and_variable(pag
         assert flag_name(name) in words
         assert " ".join(str(field.description).split()) in words
         assert f"[default: {shown_default(name)}; env: {env_name(name)}]" in words
+    assert "--queue NAME[,NAME...]" in words
+    assert "--lane-weights number:number:number|strict" in words
 
 
 def test_help_needs_none_of_the_slow_imports(tmp_path: Path) -> None:
