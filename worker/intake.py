@@ -56,15 +56,20 @@ class Intake:
         wait_turn: Callable[[Job], Awaitable[bool]],
         enter_engine: Callable[[Job], None],
         on_closed: Callable[[ReplyWriter], None],
+        on_not_begun: Callable[[str], None],
         max_wait_s: float,
     ) -> None:
-        """`enter_engine` takes a job that is understood; `wait_turn` waits until a suspect may be looked at at all."""
+        """`enter_engine` takes a job that is understood; `wait_turn` waits until a suspect may be looked at at all.
+
+        `on_not_begun` is told why an entry begins no job: `duplicate`, `conflict`, or what it has to wait for.
+        """
         self._links = links
         self._table = table
         self._served = served
         self._wait_turn = wait_turn
         self._enter_engine = enter_engine
         self._on_closed = on_closed
+        self._on_not_begun = on_not_begun
         self._max_wait_s = max_wait_s
 
     async def accept(self, entry: Entry) -> None:
@@ -85,6 +90,7 @@ class Intake:
             if refusal is not None and not refusal.must_end:
                 log.debug("job_waits", limit=refusal.limit, wait_ms=refusal.retry_after_ms)
                 await self._links.outcomes.put_aside(envelope)
+                self._on_not_begun(refusal.limit)
                 return
             # The open comes before the job is looked at: one whose parsing kills must have been counted.
             result, writer = await persist(
@@ -109,11 +115,11 @@ class Intake:
                 outcome = result.terminal_code if result.terminal == "error" else "done"
                 record = {} if result.usage is None else {"usage": result.usage}
                 await self._links.outcomes.settle(envelope, outcome, record=record)
-            case OpenStatus.DUPLICATE:
+            case OpenStatus.DUPLICATE | OpenStatus.CONFLICT:
+                if result.status is OpenStatus.CONFLICT:
+                    await self._keep_dead_letter(entry, ErrorCode.ID_CONFLICT)
                 await self._links.outcomes.drop(entry)
-            case OpenStatus.CONFLICT:
-                await self._keep_dead_letter(entry, ErrorCode.ID_CONFLICT)
-                await self._links.outcomes.drop(entry)
+                self._on_not_begun(result.status.value)
             case OpenStatus.BLOCKED:
                 # Somebody put something under one of the job's keys: nothing can be written there.
                 advice = "delete that key, and send the job again with an id that nobody can guess"

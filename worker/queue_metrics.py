@@ -26,6 +26,12 @@ class JobMetrics:
             ("queue", "outcome"),
             registry=registry,
         )
+        self.not_begun = Counter(
+            "pagemill_entries_not_begun",
+            "Entries that began no job: `duplicate`, `conflict`, or put back by the limit of their tenant.",
+            ("queue", "why"),
+            registry=registry,
+        )
         self.tokens = Counter(
             "pagemill_tokens",
             "Tokens of settled jobs: prompt, generated, and cached (part of prompt).",
@@ -54,12 +60,18 @@ class QueueMetrics:
         # So that each series is there from the start: a rate over a series that appears with its first count misses it.
         for outcome in ("ok", str(ErrorCode.POISON)):
             metrics.jobs.labels(queue, outcome)
+        for why in ("duplicate", "conflict"):
+            metrics.not_begun.labels(queue, why)
         for kind in ("prompt", "generated", "cached"):
             metrics.tokens.labels(queue, kind)
 
     def set_jobs_held(self, count: int) -> None:
         """Jobs taken and not yet settled, now."""
         self._held.set(count)
+
+    def not_begun(self, why: str) -> None:
+        """Count an entry that began no job: `duplicate`, `conflict`, or what it has to wait for."""
+        self._metrics.not_begun.labels(self._queue, why).inc()
 
     def job_settled(self, outcome: str, job_s: float | None = None, stats: SequenceStats | None = None) -> None:
         """Count a job: `outcome` is `ok` or an error code, `job_s` the seconds since its XADD.

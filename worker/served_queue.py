@@ -84,6 +84,7 @@ class ServedQueue:
             wait_turn=self.jobs.wait_turn,
             enter_engine=self.jobs.enter_engine,
             on_closed=self.jobs.on_closed,
+            on_not_begun=self.metrics.not_begun,
             max_wait_s=self._max_wait_s,
         )
 

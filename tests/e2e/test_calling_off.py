@@ -202,14 +202,15 @@ def test_a_resend_may_change_what_does_not_make_another_job(scripted: tuple[Scri
     queue.assert_settled()
     assert len(queue.wait("twice").ids) == 300
     assert [fields["e"] for _, fields in queue.reply("twice").events].count("open") == 1
-    assert queue.redis.events(queue.keys.dead) == []
+    assert [letter for _, letter in queue.redis.events(queue.keys.dead) if letter.get("id") == "twice"] == []
 
 
 def test_an_idempotency_key_makes_one_job_of_many_and_a_conflict_of_another(
     scripted: tuple[ScriptedWorkerProcess, Queue],
 ) -> None:
-    _, queue = scripted
+    worker, queue = scripted
     fields = PLAIN | {"max_tokens": 3, "idempotency_key": "order-17"}
+    num_before = worker.gauge("pagemill_entries_not_begun_total")
     entries = [queue.enqueue(**fields, tenant="acme"), queue.enqueue("high", **fields, tenant="acme")]
     queue.enqueue(**fields | {"max_tokens": 4}, tenant="acme")
     queue.enqueue(**fields, tenant="other")
@@ -221,3 +222,4 @@ def test_an_idempotency_key_makes_one_job_of_many_and_a_conflict_of_another(
     assert [queue.reply(entry).events for entry in entries] == [[], []]
     (letter,) = [letter for _, letter in queue.redis.events(queue.keys.dead) if letter["error"] == "id_conflict"]
     assert letter["max_tokens"] == "4"
+    assert worker.gauge("pagemill_entries_not_begun_total") == num_before + 2

@@ -28,6 +28,11 @@ def beats(queue: Queue) -> list[dict[str, str]]:
     return [queue.redis.hash(queue.keys.worker(name.decode())) for name in names]
 
 
+def is_told_paused(queue: Queue, flag: str) -> bool:
+    """Whether the registry has a worker, and all say so."""
+    return {beat.get("paused") for beat in beats(queue)} == {flag}
+
+
 def state(queue: Queue, job_id: str) -> dict[str, str]:
     return queue.redis.hash(queue.keys.state(job_id))
 
@@ -44,7 +49,7 @@ def test_a_paused_queue_finishes_what_runs_and_begins_nothing(
     running = own_queue.enqueue(**LONG)
     eventually(lambda: is_begun(own_queue, running), "tokens to come")
     set_config(own_queue, paused="1")
-    eventually(lambda: [beat["paused"] for beat in beats(own_queue)] == ["1"], "the registry to show it")
+    eventually(lambda: is_told_paused(own_queue, "1"), "the registry to show it")
     waiting = own_queue.enqueue(**PLAIN, id="waiting", max_tokens=2)
     overdue = own_queue.enqueue(**PLAIN, ttl_ms=100)
     cancelled = own_queue.enqueue(**PLAIN, id="cancelled")
@@ -66,7 +71,7 @@ def test_a_job_that_a_waiting_read_brings_into_a_paused_queue_is_put_back(
     _, own_queue = scripted
     for number in range(3):
         set_config(own_queue, paused="1")
-        eventually(lambda: beats(own_queue)[0]["paused"] == "1", "the pause")
+        eventually(lambda: is_told_paused(own_queue, "1"), "the pause")
         job_id = own_queue.enqueue(**PLAIN, id=f"job{number}", max_tokens=1)
         assert state(own_queue, job_id) == {}
         set_config(own_queue, paused="0")
@@ -126,7 +131,7 @@ def test_the_log_level_changes_while_the_worker_runs(scripted: tuple[ScriptedWor
     eventually(lambda: bool(own_queue.run(**PLAIN, max_tokens=1)) and num_debug(), "debug events")
     own_queue.redis.call("HDEL", own_queue.keys.config, "log_level")
     set_config(own_queue, paused="1")
-    eventually(lambda: beats(own_queue)[0]["paused"] == "1", "the config to be read")
+    eventually(lambda: is_told_paused(own_queue, "1"), "the config to be read")
     set_config(own_queue, paused="0")
     before = num_debug()
     own_queue.run(**PLAIN, max_tokens=1)
@@ -137,12 +142,12 @@ def test_a_field_that_means_nothing_is_named_once(scripted: tuple[ScriptedWorker
     worker, own_queue = scripted
     set_config(own_queue, max_depth="many", pause="1")
     set_config(own_queue, paused="1")
-    eventually(lambda: beats(own_queue)[0]["paused"] == "1", "the config to be read")
+    eventually(lambda: is_told_paused(own_queue, "1"), "the config to be read")
     told = [event for event in worker.events() if event["event"] == "queue_config_ignored"]
     assert sorted((event["field"], event["value"]) for event in told) == [("max_depth", "many"), ("pause", "1")]
     own_queue.redis.call("DEL", own_queue.keys.config)
     set_config(own_queue, paused="0")
-    eventually(lambda: beats(own_queue)[0]["paused"] == "0", "the config to be read")
+    eventually(lambda: is_told_paused(own_queue, "0"), "the config to be read")
 
 
 @pytest.mark.parametrize("by_config", [True, False])
@@ -242,7 +247,7 @@ def test_a_tenant_beyond_its_limit_is_rejected_where_operators_say_so(
 ) -> None:
     _, own_queue = scripted
     set_config(own_queue, tenant__r__concurrency="1", tenant__r__over="reject", paused="1")
-    eventually(lambda: beats(own_queue)[0]["paused"] == "1", "the config to be read")
+    eventually(lambda: is_told_paused(own_queue, "1"), "the config to be read")
     set_config(own_queue, paused="0")
     running = own_queue.enqueue(**LONG, tenant="r")
     eventually(lambda: is_begun(own_queue, running), "tokens to come")

@@ -109,6 +109,8 @@ def test_jobs_are_counted_by_outcome_with_their_tokens_and_times(metrics: Worker
     jobs.job_settled("bad_request", 0.01)
     jobs.job_settled("abandoned")
     jobs.set_jobs_held(5)
+    jobs.not_begun("duplicate")
+    jobs.not_begun("rate")
     jobs.first_scheduled(0.1)
     jobs.first_token(-0.5)
     jobs.inter_token(0.03)
@@ -117,6 +119,10 @@ def test_jobs_are_counted_by_outcome_with_their_tokens_and_times(metrics: Worker
     assert [read[f"pagemill_jobs_total,outcome={name},queue=q"] for name in outcomes] == [1, 1, 1]
     assert [read[f"pagemill_tokens_total,kind={kind},queue=q"] for kind in kinds] == [30, 12, 16]
     assert read["pagemill_jobs_held,queue=q"] == 5
+    not_begun = {
+        why: read[f"pagemill_entries_not_begun_total,queue=q,why={why}"] for why in ("duplicate", "conflict", "rate")
+    }
+    assert not_begun == {"duplicate": 1, "conflict": 0, "rate": 1}
     assert read["pagemill_job_seconds_count,queue=q"] == 2
     assert read["pagemill_first_token_seconds_count,queue=q"] == 1
     assert read["pagemill_first_token_seconds_sum,queue=q"] == 0
