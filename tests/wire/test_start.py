@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from tests.conftest import server_command
 from tests.faults.proxy import Proxy
-from tests.servers.groups import TLS, ClusterGroup, SentinelGroup, Served, slot_of, tls_context
+from tests.servers.groups import PRIMARY_NAME, TLS, ClusterGroup, SentinelGroup, Served, slot_of, tls_context
 from tests.servers.process import PASSWORD, QUOTED, ServerProcess, free_port
 from tests.wire.resp import RespClient, encode
 from worker.errors import StartupError
@@ -108,9 +108,9 @@ async def test_a_server_that_reads_its_data_is_waited_for(tmp_path: Path) -> Non
         assert await link.call("XLEN", QueueKeys(QUEUE).control) == 0
         await link.close()
         assert server.call("DBSIZE") == 5_000
-        reasons = [log.get("reason") for log in logs]
-        assert reasons == ["the server is reading its data from disk (LOADING)", None]
-        assert logs[-1]["event"] == "redis_serves_again"
+        told = [(log["event"], log.get("reason")) for log in logs]
+        reading = ("redis_waited_for", "the server is reading its data from disk (LOADING)")
+        assert told == [reading, ("redis_serves_again", None)]
     finally:
         server.stop()
 
@@ -251,6 +251,25 @@ async def test_a_primary_that_is_gone_is_waited_for(tmp_path: Path) -> None:
             await check_server(group.url, QUEUE)
         assert group.primary is not former
         assert "no primary of 'pagemill tests' is found" in logs[0]["reason"]
+    finally:
+        group.stop()
+
+
+async def test_a_replica_that_is_taken_for_a_primary_is_waited_for(tmp_path: Path) -> None:
+    """A user who may not ask for the role sees it all the same before the worker starts."""
+    group = SentinelGroup(server_command("valkey-9.1"), tmp_path)
+    try:
+        primary, other = group.servers
+        group.sentinel.call("SENTINEL", "SET", PRIMARY_NAME, "down-after-milliseconds", 60_000)
+        for server in group.servers:
+            server.call("ACL", "SETUSER", "worker", "on", ">secret", *rule_words(worker_rule()))
+        primary.call("REPLICAOF", "127.0.0.1", free_port())
+        checking = asyncio.create_task(check_server(group.url.replace(f"default:{QUOTED}", "worker:secret", 1), QUEUE))
+        await asyncio.sleep(0.3)
+        assert not checking.done()
+        primary.call("REPLICAOF", "NO", "ONE")
+        assert await checking
+        assert other.call("ROLE")[0] == b"slave"
     finally:
         group.stop()
 

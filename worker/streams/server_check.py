@@ -34,7 +34,7 @@ async def check_server(url: str, queue: str | None = None, health: ServerHealth 
     version = info.get("redis_version", "0")
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
         raise StartupError(f"{redacted(url)}: the server's version is {version}: Redis 6.2 or Valkey is needed")
-    if info.get("role") == "slave" and info.get("slave_read_only") != "0":
+    if _is_replica(info):
         primary = f"{info.get('master_host')}:{info.get('master_port')}"
         raise StartupError(
             f"{redacted(url)}: the server is a read-only replica of {primary}: name that one, or the Sentinels "
@@ -66,15 +66,18 @@ def _check_memory(url: str, info: dict[str, str]) -> None:
 
 async def _info_when_ready(link: Link, url: str, health: ServerHealth) -> dict[str, str]:
     """What INFO says once the server serves. Raises StartupError."""
-    backoff = Backoff(LOOK_AGAIN_S)
+    backoff, topology = Backoff(LOOK_AGAIN_S), parse_address(url).topology
     while True:
         try:
             info = _parse_info(await link.call("INFO"))
-            if info.get("loading", "0") == "0":
+            why_not = _why_not_ready(info, topology)
+            if why_not is None:
                 health.heard("check")
                 health.answered("check", "INFO")
                 return info
-            health.refused("check", "INFO", ServerError("LOADING"))  # INFO alone is answered meanwhile
+            health.refused("check", "INFO", why_not)
+            if why_not.is_wrong_server:
+                await link.reset()
         except LoginRefusedError as error:
             raise StartupError(f"{redacted(url)}: {_login_words(error)}") from error
         except ConnectionLostError as error:
@@ -86,6 +89,20 @@ async def _info_when_ready(link: Link, url: str, health: ServerHealth) -> dict[s
                 raise StartupError(f"{redacted(url)}: Redis refuses: {_refusal_words(error)}") from error
             health.refused("check", "INFO", error)
         await backoff.wait()
+
+
+def _why_not_ready(info: dict[str, str], topology: Topology) -> ServerError | None:
+    """What a server would answer to all but INFO, if that will pass."""
+    if info.get("loading", "0") != "0":
+        return ServerError("LOADING")
+    # Where somebody replaces primaries there will be another one; the one that is named may be too old.
+    if _is_replica(info) and topology is not Topology.SINGLE:
+        return ServerError("READONLY")
+    return None
+
+
+def _is_replica(info: dict[str, str]) -> bool:
+    return info.get("role") == "slave" and info.get("slave_read_only") != "0"
 
 
 def _login_words(error: LoginRefusedError) -> str:
