@@ -236,6 +236,7 @@ def test_a_tenants_rate_is_kept_over_all_workers(start_scripted: StartScripted, 
     job_ids = [own_queue.enqueue(**PLAIN, id=f"a{n}", max_tokens=1, tenant="a") for n in range(9)]
     for job_id in job_ids:
         assert own_queue.wait(job_id).terminal["e"] == "end"
+    own_queue.assert_settled()
     begun = sorted(start for start, _ in spans(own_queue, job_ids))
     for number, start_ms in enumerate(begun):
         # A second's worth at once, and one each 250 ms from then on.
