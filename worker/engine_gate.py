@@ -110,7 +110,7 @@ class EngineGate:
 
     async def wait_turn(self, job: Job, home: Home) -> bool:
         """Wait until a suspect may be looked at and run, alone. False: it ended before that, or the worker stops."""
-        if self._is_stopping:
+        if self._is_stopping or job.is_over:
             return False
         waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiters[job], self._homes[job] = waiter, home

@@ -32,7 +32,7 @@ class _WriteOnlyProtocol(asyncio.StreamReaderProtocol):
 class EnginePipe:
     """Reads and writes bytes over one connected socket, which it owns."""
 
-    def __init__(self, reader: asyncio.StreamReader, incoming: asyncio.ReadTransport, writer: asyncio.StreamWriter):
+    def __init__(self, reader: asyncio.StreamReader, incoming: asyncio.Transport, writer: asyncio.StreamWriter):
         self._reader = reader
         self._incoming = incoming
         self._writer = writer
@@ -43,7 +43,7 @@ class EnginePipe:
         loop = asyncio.get_running_loop()
         connection.setblocking(False)
         reader = _WholeReader()
-        incoming, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), connection.dup())
+        incoming, _ = await loop.create_connection(lambda: asyncio.StreamReaderProtocol(reader), sock=connection.dup())
         unread = asyncio.StreamReader()
         outgoing, protocol = await loop.create_connection(lambda: _WriteOnlyProtocol(unread), sock=connection)
         return cls(reader, incoming, asyncio.StreamWriter(outgoing, protocol, unread, loop))

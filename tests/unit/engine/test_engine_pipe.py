@@ -1,6 +1,7 @@
 """The pipe to an engine process: whatever the engine said before it died is heard."""
 
 import asyncio
+import logging
 import socket
 
 import pytest
@@ -19,8 +20,10 @@ async def read_all(pipe: EnginePipe) -> bytes:
 
 
 @pytest.mark.parametrize("num_lost", [0, 1, 3])
-async def test_last_words_are_heard_though_commands_were_left_unread_and_more_could_not_be_sent(num_lost: int) -> None:
-    """Unread commands reset the pipe; those that come later break it."""
+async def test_last_words_are_heard_though_commands_were_left_unread_and_more_could_not_be_sent(
+    num_lost: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unread commands reset the pipe; those that come later break it. That is no error to be told of."""
     ours, theirs = socket.socketpair()
     pipe = await EnginePipe.connect(ours)
     pipe.write(b"a command")
@@ -31,6 +34,7 @@ async def test_last_words_are_heard_though_commands_were_left_unread_and_more_co
         await asyncio.sleep(0)
     assert await read_all(pipe) == LAST_WORDS
     await pipe.close(1.0)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def test_commands_go_out_and_answers_come_in() -> None:
