@@ -31,9 +31,10 @@ TOPOLOGIES: dict[str, Callable[[Path], Served]] = {
     "cluster-6.2": lambda folder: ClusterGroup(server_command("redis-6.2"), folder, num_nodes=1),
 }
 
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    # Run by nohup: goes on after a hangup, but what it starts must not inherit that.
-    signal.signal(signal.SIGHUP, lambda number, frame: None)
+for number in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        # Run by nohup, or in a script's background: goes on after it, but what it starts must not inherit that.
+        signal.signal(number, lambda number, frame: None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -93,16 +93,19 @@ def test_a_field_without_a_value_is_refused_before_anything_is_sent(pagemill: Pa
 
 
 def test_ctrl_c_cancels_the_job(server: Server, server_url: str) -> None:
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "ops.cli", "enqueue", "--id", "mine", "hello"],
         env={**os.environ, "PAGEMILL_REDIS_URL": server_url},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    _wait_until(lambda: "xread" in str(server.client_list()))
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    ) as process:
+        try:
+            _wait_until(lambda: "xread" in str(server.client_list()))
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert (process.returncode, out) == (130, "")
     assert err.splitlines()[-1] == "pagemill: cancelled mine"
     assert server.get(KEYS.cancel("mine")) is not None
