@@ -57,7 +57,3 @@ class JobTable:
     def num_in_engine(self) -> int:
         """How many sequences the engine computes or has waiting, at most."""
         return len(self._in_engine)
-
-    def in_engine(self) -> list[Job]:
-        """Jobs that the engine computes or has waiting."""
-        return list(dict.fromkeys(self._in_engine.values()))
