@@ -151,12 +151,7 @@ def test_a_poison_that_takes_its_worker_along_is_found_across_workers(start: Sta
     """Each is killed whole. Whoever is left to serve the rest sees it in the record."""
     good, poison = [f"good-{number}" for number in range(5)], "worker-at-3-x"
     send_batch(queue, [*good[:3], poison, *good[3:]], num_tokens=30)
-    workers: list[ScriptedWorker] = []
-    while not has_ended(queue, poison):
-        living = [worker for worker in workers if worker.process.poll() is None]
-        if len(living) < 2:
-            workers.append(start(step_ms=20, lease_ms=500))
-        time.sleep(0.02)
+    workers = serve_until_ended(start, queue, poison, num_living=2)
     letter = check_poison(queue, poison)
     for job_id in good:
         check_good(queue, job_id, 30)
@@ -238,11 +233,7 @@ def test_a_prompt_that_ends_whoever_reads_it_is_found_too(start: Start, queue: Q
     poison = queue.enqueue(id="unreadable", prompt=READER_ENDS, max_tokens=5, **GREEDY)
     good = [f"good-{number}" for number in range(4)]
     send_batch(queue, good, num_tokens=30)
-    workers: list[ScriptedWorker] = []
-    while not has_ended(queue, poison):
-        if all(worker.process.poll() is not None for worker in workers):
-            workers.append(start(step_ms=20, lease_ms=500))
-        time.sleep(0.02)
+    workers = serve_until_ended(start, queue, poison, num_living=1)
     letter = check_poison(queue, poison)
     for job_id in good:
         check_good(queue, job_id, 30)
@@ -317,6 +308,16 @@ def engine_of(worker: ScriptedWorker) -> psutil.Process | None:
     with contextlib.suppress(StopIteration, psutil.NoSuchProcess):
         return worker.engine()
     return None
+
+
+def serve_until_ended(start: Start, queue: Queue, job_id: str, *, num_living: int) -> list[ScriptedWorker]:
+    """So many workers live until the job has ended, those that die being replaced; answers all there were."""
+    workers: list[ScriptedWorker] = []
+    while not has_ended(queue, job_id):
+        if sum(worker.process.poll() is None for worker in workers) < num_living:
+            workers.append(start(step_ms=20, lease_ms=500))
+        time.sleep(0.02)
+    return workers
 
 
 def has_ended(queue: Queue, job_id: str) -> bool:
