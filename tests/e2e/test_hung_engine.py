@@ -6,7 +6,8 @@ from tests.e2e.conftest import StartWorker
 from tests.e2e.workers import Queue, eventually
 
 LONG: dict[str, Any] = {"prompt": "a long story", "max_tokens": 600, "temperature": 0, "ignore_eos": 1}
-HASTY: dict[str, Any] = {"watchdog_s": 2, "metrics_port": 0}
+# A peer that has just connected claims nothing for a third of a lease.
+HASTY: dict[str, Any] = {"watchdog_s": 2, "lease_ms": 3000, "metrics_port": 0}
 
 
 def test_a_step_that_does_not_end_costs_the_engine_its_life_and_a_peer_takes_the_job(

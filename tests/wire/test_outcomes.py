@@ -113,6 +113,17 @@ async def test_settling_a_job_without_a_record_makes_none(make_worker: MakeWorke
     assert raw.call("EXISTS", worker.keys.state("a")) == 0
 
 
+async def test_a_record_whose_time_is_over_at_once_does_not_stay_for_ever(
+    make_worker: MakeWorker, raw: RespClient
+) -> None:
+    """To write to it after its expiry would make one that has none."""
+    worker = make_worker("w")
+    entry = await ended(worker)
+    settled = await worker.scripts.settle(entry.lane, entry.entry_id, "a", outcome="done", result_ttl_ms=0)
+    assert settled is SettleStatus.DONE
+    assert raw.call("EXISTS", worker.keys.state("a"), worker.keys.reply("a")) == 0
+
+
 async def test_a_job_whose_reply_its_client_deleted_is_settled(make_worker: MakeWorker, raw: RespClient) -> None:
     worker = make_worker("w")
     entry = await running(worker)

@@ -49,7 +49,6 @@ redis.call('DEL', KEYS[2])
 if KEYS[5] then redis.call('DEL', KEYS[5]) end
 redis.call('PEXPIRE', KEYS[4], result_ttl)
 if is_ours then
-  redis.call('PEXPIRE', KEYS[3], result_ttl)
   local fields = {'HSET', KEYS[3]}
   if ARGV[5] ~= '' then
     fields[#fields + 1] = 'status'
@@ -57,5 +56,7 @@ if is_ours then
   end
   for i = 7, #ARGV do fields[#fields + 1] = ARGV[i] end
   if #fields > 2 then redis.call(unpack(fields)) end
+  -- Last: a time that is over at once removes the record, and to write to it then would make one that never expires.
+  redis.call('PEXPIRE', KEYS[3], result_ttl)
 end
 return answer
