@@ -2,13 +2,13 @@
 
 import os
 import signal
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import platformdirs
 import pytest
 
+from tests.e2e.workers import fresh_keys
 from tests.servers.binaries import DEBIAN, SERVER_BINARIES, server_command
 from tests.servers.groups import ClusterGroup, OneServer, SentinelGroup, Served, TlsServer, UnixServer, as_worker
 from tests.servers.process import ServerProcess
@@ -123,7 +123,7 @@ def redis_url(request: pytest.FixtureRequest, start_server: Callable[[str], str]
 @pytest.fixture
 def keys() -> QueueKeys:
     """The key names of a queue that no other test uses."""
-    return QueueKeys(f"q{uuid.uuid4().hex[:12]}")
+    return fresh_keys()
 
 
 @pytest.fixture

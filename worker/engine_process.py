@@ -46,7 +46,6 @@ from worker.openmp import limit_spinning
 from worker.startup_memory import is_memory_failure, left, missing_for_torch
 
 EXIT_REFUSED = 2
-EXIT_DIED = 3
 READ_BYTES = 1 << 16
 IMPORTING = "importing torch"
 Builder = Callable[..., tuple[Engine, EngineInfo]]

@@ -54,11 +54,7 @@ class EngineSide:
             progress=progress,
         )
         self.gate.engine = self.supervisor
-        self.liveness = Liveness(
-            settings.watchdog_s,
-            has_work=lambda: any(queue.table.num_in_engine for queue in self._queues),
-            seconds_since_step=self.supervisor.seconds_since_step,
-        )
+        self.liveness = Liveness(settings.watchdog_s, seconds_since_step=self.supervisor.seconds_since_step)
 
     def work_for(self, queues: Sequence[ServedQueue]) -> None:
         """From now on what the engine brings goes to the jobs of `queues`: each knows its own sequences."""

@@ -13,6 +13,7 @@ from worker.engine_config import EngineInfo
 from worker.engine_end import EngineEnd
 from worker.engine_messages import StepReport
 from worker.errors import StartupError
+from worker.liveness import look_every_s
 from worker.memory import headroom
 from worker.startup_memory import left, possible_cause
 
@@ -22,9 +23,6 @@ log = structlog.get_logger(__name__)
 MAX_STARTS = 5
 # An engine that starts tells how far it is. So long it may say nothing: a cold disk takes its time to give torch.
 START_SILENCE_S = 60.0
-# The watchdog looks so many times within its patience, and at least once a second.
-LOOKS_PER_PATIENCE = 10
-MAX_LOOK_S = 1.0
 # Totals that an engine has told of: damaged blocks, preemptions by swap, by recompute.
 NOTHING_TOLD = (0, 0, 0)
 
@@ -99,7 +97,7 @@ class EngineSupervisor:
 
     async def _watch(self) -> None:
         """End an engine that stands still, so that whoever follows it hears of its death."""
-        look_s = min(MAX_LOOK_S, self._watchdog_s / LOOKS_PER_PATIENCE)
+        look_s = look_every_s(self._watchdog_s)
         looked_s = self._clock()
         while True:
             await asyncio.sleep(look_s)

@@ -52,12 +52,3 @@ class JobTable:
     def by_seq_id(self, seq_id: str) -> Job | None:
         """The job one of whose choices the engine calls `seq_id`."""
         return self._in_engine.get(seq_id)
-
-    @property
-    def num_in_engine(self) -> int:
-        """How many sequences the engine computes or has waiting, at most."""
-        return len(self._in_engine)
-
-    def in_engine(self) -> list[Job]:
-        """Jobs that the engine computes or has waiting."""
-        return list(dict.fromkeys(self._in_engine.values()))

@@ -4,9 +4,14 @@ import asyncio
 import time
 from collections.abc import Callable
 
-# It looks so many times within the watchdog's patience, and at least once a second.
-LOOKS_PER_WATCHDOG = 10
+# Who watches looks so many times within the watchdog's patience, and at least once a second.
+LOOKS_PER_PATIENCE = 10
 MAX_LOOK_S = 1.0
+
+
+def look_every_s(watchdog_s: float) -> float:
+    """How often to look whether something has stood still for longer than `watchdog_s`."""
+    return min(MAX_LOOK_S, watchdog_s / LOOKS_PER_PATIENCE)
 
 
 class Liveness:
@@ -20,13 +25,11 @@ class Liveness:
         self,
         watchdog_s: float,
         *,
-        has_work: Callable[[], bool],
         seconds_since_step: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`watchdog_s`: how long neither may move. `seconds_since_step` counts only from when the engine had work."""
+        """`watchdog_s`: how long neither may move. `seconds_since_step`: 0 where the engine has no work."""
         self._watchdog_s = watchdog_s
-        self._has_work = has_work
         self._seconds_since_step = seconds_since_step
         self._clock = clock
         self._looked_s: float | None = None
@@ -37,7 +40,7 @@ class Liveness:
         try:
             while True:
                 self.look()
-                await asyncio.sleep(min(MAX_LOOK_S, self._watchdog_s / LOOKS_PER_WATCHDOG))
+                await asyncio.sleep(look_every_s(self._watchdog_s))
         finally:
             self._looked_s = None
 
@@ -45,7 +48,7 @@ class Liveness:
         """Note that the loop turns, and how far the engine is."""
         now = self._clock()
         # An engine that was idle begins to be late when it gets work, not after its last step.
-        self._moved_s = max(self._moved_s, now - self._seconds_since_step()) if self._has_work() else now
+        self._moved_s = max(self._moved_s, now - self._seconds_since_step())
         self._looked_s = now
 
     def why_stuck(self) -> str | None:

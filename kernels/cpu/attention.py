@@ -43,7 +43,6 @@ from kernels.cpu.vector import (
 MAX_ROWS = 96
 KEY_TILE = 32
 KEY_SPLIT = 512
-PANELS = KEY_TILE // LANES
 MINUS_INFINITY = float("-inf")
 # Words of the task block.
 (

@@ -24,7 +24,7 @@ from typing import Any, Final
 from kernels.cpu import pool
 from kernels.cpu.build import address
 
-NEXT_ITEM: Final = 0
+# A task block begins with the number of the next item; behind it stands that of the next thread.
 NEXT_THREAD: Final = 8
 # Byte offset of the first argument of a body in its task block.
 ARGUMENTS: Final = 16

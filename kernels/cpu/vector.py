@@ -199,7 +199,6 @@ f64_bits: Final = _operation(_int, (types.float64,), lambda b, x: b.bitcast(x, I
 bits_f64: Final = _operation(types.float64, (_int,), lambda b, x: b.bitcast(x, F64))
 store_f64: Final = _operation(_void, (_int, types.float64), _store)
 store_f32: Final = _operation(_void, (_int, _f32), _store)
-store_i32: Final = _operation(_void, (_int, types.int32), _store)
 store_i64: Final = _operation(_void, (_int, _int), _store)
 prefetch: Final = _operation(_void, (_int,), _prefetch)
 # Add to a counter that threads share; gives what stood there before.

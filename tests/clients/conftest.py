@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.samples import Sample
-from tests.e2e.conftest import fresh_keys
-from tests.e2e.workers import Queue
+from tests.e2e.workers import Queue, fresh_keys
 from tests.faults.scripted import ScriptedWorker
 from tests.tiny_checkpoint import write_tiny_checkpoint
 

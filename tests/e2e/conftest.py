@@ -1,19 +1,19 @@
 """Workers and queues for tests from end to end."""
 
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.scripted import ScriptedWorkerProcess
-from tests.e2e.workers import Queue, WorkerProcess
+from tests.e2e.workers import Queue, WorkerProcess, fresh_keys
+from tests.faults.scripted import ScriptedWorker
 from tests.tiny_checkpoint import write_tiny_checkpoint
-from worker.streams.keys import QueueKeys
 
 StartWorker = Callable[..., WorkerProcess]
-StartScripted = Callable[..., ScriptedWorkerProcess]
+StartScripted = Callable[..., ScriptedWorker]
+# Of workers with the made-up model: four places.
+SCRIPTED: dict[str, Any] = {"step_ms": 2, "max_num_seqs": 4, "heartbeat_ms": 100, "metrics_port": 0}
 
 
 @pytest.fixture(scope="session")
@@ -64,18 +64,13 @@ def start_worker(tiny_model: Path, valkey_url: str, own_queue: Queue, tmp_path: 
         worker.__exit__(None, None, None)
 
 
-def fresh_keys() -> QueueKeys:
-    """Key names of a queue that no other test uses."""
-    return QueueKeys(f"q{uuid.uuid4().hex[:12]}")
-
-
 @pytest.fixture
 def start_scripted(tiny_model: Path, valkey_url: str, own_queue: Queue, tmp_path: Path) -> Iterator[StartScripted]:
     """Starts workers of the test's own queue with a made-up model, and waits until they are ready."""
-    workers: list[ScriptedWorkerProcess] = []
+    workers: list[ScriptedWorker] = []
 
-    def start(**settings: Any) -> ScriptedWorkerProcess:
-        worker = ScriptedWorkerProcess(tiny_model, valkey_url, own_queue.keys.queue, tmp_path, **settings)
+    def start(**settings: Any) -> ScriptedWorker:
+        worker = ScriptedWorker(tiny_model, valkey_url, own_queue.keys.queue, tmp_path, **SCRIPTED | settings)
         workers.append(worker)
         worker.wait_until_ready()
         return worker
@@ -88,10 +83,11 @@ def start_scripted(tiny_model: Path, valkey_url: str, own_queue: Queue, tmp_path
 @pytest.fixture(scope="module")
 def scripted(
     tiny_model: Path, start_server: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[ScriptedWorkerProcess, Queue]]:
+) -> Iterator[tuple[ScriptedWorker, Queue]]:
     """A worker with a made-up model and four places, and its queue: shared by the tests of a module."""
     url, queue = start_server("valkey-9.1"), Queue(start_server("valkey-9.1"), fresh_keys())
-    with ScriptedWorkerProcess(tiny_model, url, queue.keys.queue, tmp_path_factory.mktemp("logs")) as worker:
+    logs = tmp_path_factory.mktemp("logs")
+    with ScriptedWorker(tiny_model, url, queue.keys.queue, logs, **SCRIPTED) as worker:
         worker.wait_until_ready()
         yield worker, queue
     queue.close()

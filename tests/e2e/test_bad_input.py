@@ -134,9 +134,7 @@ def test_dead_letters_that_can_not_be_kept_cost_no_job_its_error(served: tuple[W
         queue.enqueue(id="lost-letter", prompt="second", max_tokens=1)
         assert queue.wait("lost-letter").terminal["e"] == "end"
         queue.assert_settled()
-        lost = eventually(
-            lambda: [event for event in worker.events() if event["event"] == "dead_letter_lost"], "the log to tell"
-        )
+        lost = eventually(lambda: worker.named("dead_letter_lost"), "the log to tell")
         assert {event["key"] for event in lost} == {queue.keys.dead}
     finally:
         queue.redis.call("RENAME", queue.keys.prompt("away"), queue.keys.dead)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import StartScripted
-from tests.e2e.scripted import ScriptedWorkerProcess
 from tests.e2e.workers import Queue, eventually
+from tests.faults.scripted import ScriptedWorker
 
 PLAIN: dict[str, Any] = {"prompt": "abc", "temperature": 0, "ignore_eos": 1}
 LONG: dict[str, Any] = PLAIN | {"max_tokens": 1500}
@@ -188,7 +188,7 @@ def test_a_job_that_nobody_hears_ends_with_its_worker_its_time_or_a_cancel(
 _WAYS: dict[str, dict[str, Any]] = {"cancelled": {}, "overdue": {"ttl_ms": 1500}, "stopped": {}}
 
 
-def test_a_resend_may_change_what_does_not_make_another_job(scripted: tuple[ScriptedWorkerProcess, Queue]) -> None:
+def test_a_resend_may_change_what_does_not_make_another_job(scripted: tuple[ScriptedWorker, Queue]) -> None:
     """Whether the first one waits, runs or has ended."""
     _, queue = scripted
     fields = PLAIN | {"max_tokens": 300, "id": "twice"}
@@ -206,7 +206,7 @@ def test_a_resend_may_change_what_does_not_make_another_job(scripted: tuple[Scri
 
 
 def test_an_idempotency_key_makes_one_job_of_many_and_a_conflict_of_another(
-    scripted: tuple[ScriptedWorkerProcess, Queue],
+    scripted: tuple[ScriptedWorker, Queue],
 ) -> None:
     worker, queue = scripted
     fields = PLAIN | {"max_tokens": 3, "idempotency_key": "order-17"}

@@ -284,7 +284,7 @@ def test_logs_have_ids_and_no_text(served: tuple[WorkerProcess, Queue]) -> None:
     queue.run(id="secret-1", prompt="xyzzy-plugh", max_tokens=3, meta="quux-meta")
     queue.assert_settled()
     settled = eventually(
-        lambda: [e for e in worker.events() if e["event"] == "job_settled" and e["request_id"] == "secret-1"],
+        lambda: [e for e in worker.named("job_settled") if e["request_id"] == "secret-1"],
         "the log to tell of the job",
     )
     assert settled[0]["worker_id"] == worker.wait_until_ready()["worker_id"]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import StartScripted
-from tests.e2e.scripted import ScriptedWorkerProcess
 from tests.e2e.workers import Queue, eventually
+from tests.faults.scripted import ScriptedWorker
 
 PLAIN: dict[str, Any] = {"prompt": "abc", "temperature": 0, "ignore_eos": 1}
 # Of the made-up model at 2 ms a step: two seconds and more.
@@ -42,7 +42,7 @@ def is_begun(queue: Queue, job_id: str) -> bool:
 
 
 def test_a_paused_queue_finishes_what_runs_and_begins_nothing(
-    scripted: tuple[ScriptedWorkerProcess, Queue],
+    scripted: tuple[ScriptedWorker, Queue],
 ) -> None:
     """What is overdue or called off ends all the same."""
     _, own_queue = scripted
@@ -65,7 +65,7 @@ def test_a_paused_queue_finishes_what_runs_and_begins_nothing(
 
 
 def test_a_job_that_a_waiting_read_brings_into_a_paused_queue_is_put_back(
-    scripted: tuple[ScriptedWorkerProcess, Queue],
+    scripted: tuple[ScriptedWorker, Queue],
 ) -> None:
     """The read was sent before the pause; the job begins after it."""
     _, own_queue = scripted
@@ -119,7 +119,7 @@ def test_a_drain_hurries_no_stop_that_came_before(start_scripted: StartScripted,
     assert own_queue.reply(job_id).terminal["finish"] == "length"
 
 
-def test_the_log_level_changes_while_the_worker_runs(scripted: tuple[ScriptedWorkerProcess, Queue]) -> None:
+def test_the_log_level_changes_while_the_worker_runs(scripted: tuple[ScriptedWorker, Queue]) -> None:
     worker, own_queue = scripted
 
     def num_debug() -> int:
@@ -138,12 +138,12 @@ def test_the_log_level_changes_while_the_worker_runs(scripted: tuple[ScriptedWor
     assert num_debug() == before
 
 
-def test_a_field_that_means_nothing_is_named_once(scripted: tuple[ScriptedWorkerProcess, Queue]) -> None:
+def test_a_field_that_means_nothing_is_named_once(scripted: tuple[ScriptedWorker, Queue]) -> None:
     worker, own_queue = scripted
     set_config(own_queue, max_depth="many", pause="1")
     set_config(own_queue, paused="1")
     eventually(lambda: is_told_paused(own_queue, "1"), "the config to be read")
-    told = [event for event in worker.events() if event["event"] == "queue_config_ignored"]
+    told = worker.named("queue_config_ignored")
     assert sorted((event["field"], event["value"]) for event in told) == [("max_depth", "many"), ("pause", "1")]
     own_queue.redis.call("DEL", own_queue.keys.config)
     set_config(own_queue, paused="0")
@@ -176,7 +176,7 @@ def test_a_lane_that_is_too_long_is_shed_and_says_when_to_come_back(
     own_queue.assert_settled()
 
 
-def test_a_flood_of_one_tenant_keeps_no_other_waiting(scripted: tuple[ScriptedWorkerProcess, Queue]) -> None:
+def test_a_flood_of_one_tenant_keeps_no_other_waiting(scripted: tuple[ScriptedWorker, Queue]) -> None:
     _, own_queue = scripted
     command = ("XADD", own_queue.keys.jobs("normal"), "*", *_flat(PLAIN | {"max_tokens": 4, "tenant": "a"}))
     entries = own_queue.redis.pipeline(*[command] * 300)
@@ -244,7 +244,7 @@ def test_a_tenants_rate_is_kept_over_all_workers(start_scripted: StartScripted, 
 
 
 def test_a_tenant_beyond_its_limit_is_rejected_where_operators_say_so(
-    scripted: tuple[ScriptedWorkerProcess, Queue],
+    scripted: tuple[ScriptedWorker, Queue],
 ) -> None:
     _, own_queue = scripted
     set_config(own_queue, tenant__r__concurrency="1", tenant__r__over="reject", paused="1")

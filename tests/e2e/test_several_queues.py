@@ -2,14 +2,13 @@
 
 import asyncio
 import signal
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from model.tokenizer import Tokenizer
-from tests.e2e.workers import Queue, Reply, WorkerProcess, eventually
+from tests.e2e.workers import Queue, Reply, WorkerProcess, eventually, fresh_keys
 from tests.faults.scripted import ScriptedWorker
 from tests.faults.scripted_worker import make_engine
 from tests.unit.scheduler.fake_runner import generate
@@ -25,7 +24,7 @@ Start = Callable[..., WorkerProcess]
 @pytest.fixture
 def queues(valkey_url: str) -> Iterator[list[Queue]]:
     """Clients of three queues that no other test uses."""
-    prefix = f"q{uuid.uuid4().hex[:8]}"
+    prefix = fresh_keys().queue
     clients = [Queue(valkey_url, QueueKeys(f"{prefix}.{number}")) for number in range(3)]
     yield clients
     for client in clients:
@@ -93,7 +92,7 @@ def assert_each_queue_is_told_of(worker: WorkerProcess, queues: list[Queue]) -> 
     """In the registry, in the metrics and in the log."""
     names = [queue.keys.queue for queue in queues]
     page = worker.get("/metrics")[1]
-    settled = [event for event in worker.events() if event["event"] == "job_settled"]
+    settled = worker.named("job_settled")
     for queue in queues:
         (worker_id,) = queue.redis.call("ZRANGE", queue.keys.workers, 0, -1)
         assert queue.redis.hash(queue.keys.worker(worker_id.decode()))["queues"] == ",".join(names)
@@ -142,7 +141,7 @@ def test_two_workers_of_two_queues_take_over_from_each_other(
     second.wait_until_ready()
     first.signal(signal.SIGTERM)
     assert first.wait() == 0
-    handed = [event["queue"] for event in first.events() if event["event"] == "job_handed_over"]
+    handed = [event["queue"] for event in first.named("job_handed_over")]
     assert sorted(handed) == [queue.keys.queue for queue in pair]
     wait_for_attempts(pair, 2)
     third = start(2)

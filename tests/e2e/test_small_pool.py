@@ -9,8 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.conftest import fresh_keys
-from tests.e2e.workers import Queue, Reply, WorkerProcess, eventually
+from tests.e2e.workers import Queue, Reply, WorkerProcess, eventually, fresh_keys
 
 NUM_BLOCKS = 50
 # Two such jobs begin side by side, and half way there is room for one of them only: the second gives way.
@@ -156,7 +155,7 @@ def test_a_preemption_shows_in_the_log_in_the_metrics_and_in_the_receipt(served:
 
 def told(worker: WorkerProcess) -> list[dict[str, Any]]:
     """The log's lines about preemptions."""
-    return [event for event in worker.events() if event["event"] == "sequences_preempted"]
+    return worker.named("sequences_preempted")
 
 
 def test_cached_tokens_are_told_and_another_tenant_has_none(served: tuple[WorkerProcess, Queue]) -> None:

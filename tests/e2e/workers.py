@@ -1,6 +1,7 @@
 """Real worker processes under test, and a client that is nothing but raw commands."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -41,6 +42,8 @@ class WorkerProcess:
     A setting that is None is left out, so that Pagemill's own default holds.
     """
 
+    # What the engine's command line has.
+    engine_word = "worker.engine_process"
     _ready: dict[str, Any] | None = None
 
     def __init__(self, model: Path, url: str, queue: str, logs: Path, **settings: Any) -> None:
@@ -65,7 +68,7 @@ class WorkerProcess:
         def ready() -> dict[str, Any] | None:
             if self.process.poll() is not None:
                 raise AssertionError(f"the worker ended with {self.process.returncode}: {self.log_path.read_text()}")
-            return next((event for event in self.events() if event.get("event") == "worker_ready"), None)
+            return next(iter(self.named("worker_ready")), None)
 
         event: dict[str, Any] = eventually(ready, "the worker to be ready")
         self._ready = event
@@ -77,14 +80,18 @@ class WorkerProcess:
         lines = self.log_path.read_text().splitlines()
         return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
+    def named(self, event: str) -> list[dict[str, Any]]:
+        """All events of that name in the log."""
+        return [entry for entry in self.events() if entry.get("event") == event]
+
     def signal(self, number: int) -> None:
         """Send a signal to the service process alone."""
         self.process.send_signal(number)
 
     def engine(self) -> psutil.Process:
-        """The engine process that is alive now."""
+        """The engine process that is alive now; fails between two."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return next(child for child in children if "worker.engine_process" in child.cmdline())
+        return next(child for child in children if any(self.engine_word in word for word in child.cmdline()))
 
     def wait(self) -> int:
         """The exit code."""
@@ -99,6 +106,16 @@ class WorkerProcess:
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, error.read().decode()
+
+    def gauge(self, name: str) -> float:
+        """The sum of a metric's series."""
+        text = self.get("/metrics")[1]
+        return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
+
+    def wait_until_idle(self) -> None:
+        """Nothing is held, and all blocks are free or cached."""
+        eventually(lambda: self.gauge("pagemill_jobs_held") == 0, "no job to be held")
+        eventually(lambda: self.gauge("pagemill_sequences_running") == 0, "no sequence to run")
 
     def assert_gone(self) -> None:
         """No process of this worker's family is left."""
@@ -162,6 +179,11 @@ class Reply:
     def field(self, name: str) -> Any:
         """A JSON field of the terminal event."""
         return json.loads(self.terminal[name])
+
+
+def fresh_keys() -> QueueKeys:
+    """Key names of a queue that no other test uses."""
+    return QueueKeys(f"q{uuid.uuid4().hex[:12]}")
 
 
 class Queue:

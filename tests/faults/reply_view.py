@@ -17,7 +17,6 @@ class ReplyView:
         self.text: dict[int, str] = {}
         self.finishes: dict[int, str] = {}
         self.terminal: Event | None = None
-        self.num_opens = 0
         self.problems: list[str] = []
 
     @classmethod
@@ -54,7 +53,6 @@ class ReplyView:
                 self.problems.append(f"unknown event {other!r}: {event.event_id}")
 
     def _open(self, event: Event) -> None:
-        self.num_opens += 1
         covered = int(event.fields["from"])
         if covered != self.num_tokens:
             self.problems.append(f"open {event.event_id} goes on from {covered}, {self.num_tokens} tokens are there")

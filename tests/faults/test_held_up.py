@@ -2,13 +2,9 @@
 
 import asyncio
 import contextlib
-import json
 import signal
-import subprocess
-import sys
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,25 +12,17 @@ import pytest
 
 from model.tokenizer import Tokenizer
 from tests.e2e.workers import Queue, eventually
-from tests.faults.fleet import ROOT, SCRIPTED_WORKER
+from tests.faults.fleet import ROOT
+from tests.faults.scripted import ScriptedWorker
 from tests.faults.scripted_worker import make_engine
 from tests.unit.scheduler.fake_runner import generate
 from worker.service import Service, ServiceInfo
 from worker.settings import load_settings
-from worker.streams.keys import QueueKeys
 
 LEASE_S, WATCHDOG_S = 0.4, 2.0
 STEP_MS = 10
 # Longer than the longest standstill.
 LONG: dict[str, Any] = {"prompt": "a long story", "max_tokens": 500, "temperature": 0, "ignore_eos": 1}
-
-
-@pytest.fixture
-def queue(valkey_url: str) -> Iterator[Queue]:
-    """A queue of the test's own."""
-    queue = Queue(valkey_url, QueueKeys(f"q{uuid.uuid4().hex[:12]}"))
-    yield queue
-    queue.close()
 
 
 @pytest.fixture
@@ -61,34 +49,27 @@ def settings(valkey_url: str, queue: Queue, tiny_model: Path, monkeypatch: pytes
     }
 
 
-class Peer:
+class Peer(ScriptedWorker):
     """A worker process that takes jobs, until the end of the block."""
 
-    def __init__(self, settings: dict[str, Any], log_path: Path) -> None:
-        self.log_path = log_path
-        with log_path.open("wb") as log:
-            command = [sys.executable, "-P", str(SCRIPTED_WORKER), json.dumps(settings)]
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """Its log so far."""
-        return [json.loads(line) for line in self.log_path.read_text().splitlines() if line.startswith("{")]
+    def __init__(self, settings: dict[str, Any], logs: Path) -> None:
+        own = dict(settings)
+        model, url, queue = (own.pop(name) for name in ("model", "redis_url", "queue"))
+        super().__init__(model, url, queue, logs, step_ms=STEP_MS, **own)
 
     @property
     def worker_id(self) -> str:
-        """Its name; empty until it is ready."""
-        ready = [event["worker_id"] for event in self.events if event["event"] == "worker_ready"]
-        return ready[0] if ready else ""
+        """Its name, once it is ready."""
+        return str(self.wait_until_ready()["worker_id"])
 
     def __enter__(self) -> Self:
-        eventually(lambda: self.worker_id, f"the worker of {self.log_path} to be ready")
+        self.wait_until_ready()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.process.send_signal(signal.SIGCONT)
-        self.process.terminate()
-        assert self.process.wait(20) == 0, self.log_path.read_text()
+        super().__exit__()
+        assert self.process.returncode == 0, self.log_path.read_text()
 
 
 @contextlib.asynccontextmanager
@@ -143,9 +124,9 @@ async def ended(queue: Queue, job_id: str) -> list[int]:
 
 
 @contextlib.asynccontextmanager
-async def held_up(settings: dict[str, Any], queue: Queue, log_path: Path) -> AsyncIterator[tuple[str, str, str]]:
+async def held_up(settings: dict[str, Any], queue: Queue, logs: Path) -> AsyncIterator[tuple[str, str, str]]:
     """A service in this loop, its peer, and a job that the service runs: both workers' ids and the job's."""
-    with Peer(settings, log_path) as peer:
+    with Peer(settings, logs) as peer:
         peer.process.send_signal(signal.SIGSTOP)
         async with own_service(settings) as info:
             job_id = await job_of(queue, info)
@@ -156,7 +137,7 @@ async def held_up(settings: dict[str, Any], queue: Queue, log_path: Path) -> Asy
 async def test_a_service_held_up_for_three_leases_keeps_its_job(
     settings: dict[str, Any], queue: Queue, ids: list[int], tmp_path: Path
 ) -> None:
-    async with held_up(settings, queue, tmp_path / "peer.log") as (own_id, _, job_id):
+    async with held_up(settings, queue, tmp_path) as (own_id, _, job_id):
         enough = time.monotonic() + 3 * LEASE_S
         hold_up(lambda: time.monotonic() > enough)
         assert await ended(queue, job_id) == ids
@@ -167,7 +148,7 @@ async def test_a_service_held_up_for_longer_than_the_watchdog_loses_its_job_to_a
     settings: dict[str, Any], queue: Queue, ids: list[int], tmp_path: Path
 ) -> None:
     """Its engine goes on all the time, and so does the thread that would renew."""
-    async with held_up(settings, queue, tmp_path / "peer.log") as (own_id, peer_id, job_id):
+    async with held_up(settings, queue, tmp_path) as (own_id, peer_id, job_id):
         assert hold_up(lambda: len(opened_by(queue, job_id)) == 2) > WATCHDOG_S
         assert await ended(queue, job_id) == ids
         assert opened_by(queue, job_id) == [own_id, peer_id]
@@ -177,7 +158,7 @@ def test_a_worker_stopped_past_its_lease_regains_nothing_writes_nothing_and_sett
     settings: dict[str, Any], queue: Queue, ids: list[int], tmp_path: Path
 ) -> None:
     with contextlib.ExitStack() as stack:
-        started = [Peer(settings, tmp_path / f"{name}.log") for name in "ab"]
+        started = [Peer(settings, tmp_path) for _ in "ab"]
         peers = [stack.enter_context(peer) for peer in started]
         job_ids = [queue.enqueue(**LONG) for _ in range(3)]
         eventually(lambda: all(queue.reply(job_id).ids for job_id in job_ids), "tokens to come")
@@ -193,5 +174,5 @@ def test_a_worker_stopped_past_its_lease_regains_nothing_writes_nothing_and_sett
         for job_id in lost:
             assert opened_by(queue, job_id) == [stopped_id, peer.worker_id]
             assert queue.redis.hash(queue.keys.state(job_id))["worker"] == peer.worker_id
-    assert not [event for event in zombie.events if event["event"] == "job_settled"]
-    assert len([event for event in zombie.events if event["event"] in ("lease_lost", "reply_closed")]) >= len(lost)
+    assert not zombie.named("job_settled")
+    assert len(zombie.named("lease_lost") + zombie.named("reply_closed")) >= len(lost)

@@ -7,7 +7,6 @@ import random
 import signal
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,21 +15,13 @@ import psutil
 import pytest
 
 from tests.e2e.workers import Queue, Reply, eventually
-from tests.faults.scripted_process import ScriptedProcess
+from tests.faults.scripted import ScriptedWorker
 from tests.faults.scripted_worker import READER_ENDS
 from tests.unit.scheduler.fake_runner import generate
-from worker.streams.keys import QueueKeys
 
-Start = Callable[..., ScriptedProcess]
+Start = Callable[..., ScriptedWorker]
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": 1}
-
-
-@pytest.fixture
-def queue(valkey_url: str) -> Iterator[Queue]:
-    """A queue of the test's own."""
-    queue = Queue(valkey_url, QueueKeys(f"q{uuid.uuid4().hex[:12]}"))
-    yield queue
-    queue.close()
+SETTINGS: dict[str, Any] = {"num_kv_blocks": 256, "lease_ms": 1000, "heartbeat_ms": 500}
 
 
 @pytest.fixture
@@ -38,8 +29,8 @@ def start(valkey_url: str, queue: Queue, tiny_model: Path, tmp_path: Path) -> It
     """Starts workers of that queue; they are stopped at the end."""
     with contextlib.ExitStack() as workers:
 
-        def start(**settings: Any) -> ScriptedProcess:
-            worker = ScriptedProcess(tiny_model, valkey_url, queue.keys.queue, tmp_path, **settings)
+        def start(**settings: Any) -> ScriptedWorker:
+            worker = ScriptedWorker(tiny_model, valkey_url, queue.keys.queue, tmp_path, **SETTINGS | settings)
             return workers.enter_context(worker)
 
         yield start
@@ -160,12 +151,7 @@ def test_a_poison_that_takes_its_worker_along_is_found_across_workers(start: Sta
     """Each is killed whole. Whoever is left to serve the rest sees it in the record."""
     good, poison = [f"good-{number}" for number in range(5)], "worker-at-3-x"
     send_batch(queue, [*good[:3], poison, *good[3:]], num_tokens=30)
-    workers: list[ScriptedProcess] = []
-    while not has_ended(queue, poison):
-        living = [worker for worker in workers if worker.process.poll() is None]
-        if len(living) < 2:
-            workers.append(start(step_ms=20, lease_ms=500))
-        time.sleep(0.02)
+    workers = serve_until_ended(start, queue, poison, num_living=2)
     letter = check_poison(queue, poison)
     for job_id in good:
         check_good(queue, job_id, 30)
@@ -214,7 +200,7 @@ def test_leases_live_on_while_an_engine_starts_again_for_longer_than_the_watchdo
     assert holder.named("engine_hung") == []
 
 
-def holds(queue: Queue, worker: ScriptedProcess, job_id: str) -> bool:
+def holds(queue: Queue, worker: ScriptedWorker, job_id: str) -> bool:
     """Whether the job's record names that worker."""
     return bool(record(queue, job_id)["worker"] == worker.wait_until_ready()["worker_id"])
 
@@ -247,11 +233,7 @@ def test_a_prompt_that_ends_whoever_reads_it_is_found_too(start: Start, queue: Q
     poison = queue.enqueue(id="unreadable", prompt=READER_ENDS, max_tokens=5, **GREEDY)
     good = [f"good-{number}" for number in range(4)]
     send_batch(queue, good, num_tokens=30)
-    workers: list[ScriptedProcess] = []
-    while not has_ended(queue, poison):
-        if all(worker.process.poll() is not None for worker in workers):
-            workers.append(start(step_ms=20, lease_ms=500))
-        time.sleep(0.02)
+    workers = serve_until_ended(start, queue, poison, num_living=1)
     letter = check_poison(queue, poison)
     for job_id in good:
         check_good(queue, job_id, 30)
@@ -321,11 +303,21 @@ def leave_with_a_dead_worker(queue: Queue, job_ids: list[str], num_tokens: int, 
         queue.redis.call("HSET", queue.keys.state(job_id), *(part for pair in state.items() for part in pair))
 
 
-def engine_of(worker: ScriptedProcess) -> psutil.Process | None:
+def engine_of(worker: ScriptedWorker) -> psutil.Process | None:
     """Its engine; None between two."""
     with contextlib.suppress(StopIteration, psutil.NoSuchProcess):
         return worker.engine()
     return None
+
+
+def serve_until_ended(start: Start, queue: Queue, job_id: str, *, num_living: int) -> list[ScriptedWorker]:
+    """So many workers live until the job has ended, those that die being replaced; answers all there were."""
+    workers: list[ScriptedWorker] = []
+    while not has_ended(queue, job_id):
+        if sum(worker.process.poll() is None for worker in workers) < num_living:
+            workers.append(start(step_ms=20, lease_ms=500))
+        time.sleep(0.02)
+    return workers
 
 
 def has_ended(queue: Queue, job_id: str) -> bool:

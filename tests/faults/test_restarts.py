@@ -4,7 +4,7 @@ import asyncio
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import fresh_keys
 from tests.e2e.workers import Queue, eventually
 from tests.faults.aftermath import read_aftermath, until_settled
 from tests.faults.checker import Promise, check
@@ -33,14 +32,6 @@ SETTINGS: dict[str, Any] = {
     "shutdown_grace_s": 0.2,
     "result_ttl_ms": 3_600_000,
 }
-
-
-@pytest.fixture
-def queue(valkey_url: str) -> Iterator[Queue]:
-    """A queue of the test's own."""
-    queue = Queue(valkey_url, fresh_keys())
-    yield queue
-    queue.close()
 
 
 class Crew:

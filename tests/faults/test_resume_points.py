@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import fresh_keys
-from tests.e2e.workers import Queue, Reply
+from tests.e2e.workers import Queue, Reply, fresh_keys
 from tests.faults.scripted import ScriptedWorker
 from tests.wire.resp import Part
 

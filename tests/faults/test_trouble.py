@@ -3,12 +3,9 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,8 +14,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import server_command
-from tests.e2e.workers import eventually
-from tests.faults.fleet import ROOT, SCRIPTED_WORKER, SETTINGS
+from tests.e2e.workers import eventually, fresh_keys
+from tests.faults.fleet import SETTINGS
+from tests.faults.scripted import ScriptedWorker
 from tests.servers.groups import ClusterGroup
 from tests.servers.process import QUOTED, ServerProcess, free_port
 from tests.wire.resp import RespClient, RespError
@@ -30,24 +28,14 @@ GRACE_S = 1.0
 END_S = 6.0
 
 
-class Worker:
-    """A worker process with the made-up model. Its log is its standard error."""
+class Worker(ScriptedWorker):
+    """A worker of a queue of its own. Its port answers before it is ready."""
 
     def __init__(self, model: Path, url: str, folder: Path) -> None:
-        self.queue = f"q{uuid.uuid4().hex[:8]}"
+        self.queue = fresh_keys().queue
         self.port = free_port()
-        own = {"queue": self.queue, "model": str(model), "redis_url": url, "metrics_port": self.port}
-        settings = SETTINGS | own | {"shutdown_grace_s": GRACE_S}
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PAGEMILL_STEP_MS": "20"}
-        self._log = folder / f"{self.queue}.log"
-        with self._log.open("wb") as log:
-            command = [sys.executable, "-P", str(SCRIPTED_WORKER), json.dumps(settings)]
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        """Log events of that name."""
-        lines = (line for line in self._log.read_text().splitlines() if line.startswith("{"))
-        return [event for event in map(json.loads, lines) if event["event"] == name]
+        own = {"metrics_port": self.port, "shutdown_grace_s": GRACE_S}
+        super().__init__(model, url, self.queue, folder, step_ms=20, **SETTINGS | own)
 
     def readiness(self) -> tuple[bool, str]:
         """What `/readyz` answers."""
@@ -63,7 +51,7 @@ class Worker:
         """Until it is ready, or isn't, and says why."""
 
         def is_so() -> bool:
-            assert self.process.poll() is None, self._log.read_text()
+            assert self.process.poll() is None, self.log_path.read_text()
             ready, reason = self.readiness()
             return ready is is_ready and words in reason
 
@@ -73,7 +61,7 @@ class Worker:
         """SIGTERM; answers how long it took to end."""
         began = time.monotonic()
         self.process.terminate()
-        assert self.process.wait(60) == 0, self._log.read_text()
+        assert self.process.wait(60) == 0, self.log_path.read_text()
         return time.monotonic() - began
 
 
@@ -192,18 +180,18 @@ def test_whatever_troubles_the_server_is_said_once_and_waited_out(worker: Worker
             assert (reply.error, len(reply.ids)) == (None, 60), name
             assert time.monotonic() - before < 30
         _bring_down_a_storm(worker, server, client)
-    told = worker.events("redis_waited_for")
+    told = worker.named("redis_waited_for")
     reasons = [event["reason"] for event in told]
     for _, _, words in TROUBLES.values():
         assert any(words in reason for reason in reasons), (words, reasons)
     # A line for each kind of trouble, not for each try.
     assert len(told) <= 3 * len(TROUBLES), reasons
-    assert 1 <= len(worker.events("redis_serves_again")) <= len(told)
+    assert 1 <= len(worker.named("redis_serves_again")) <= len(told)
 
 
 def _bring_down_a_storm(worker: Worker, server: ServerProcess, client: Client) -> None:
     """Jobs outlive it, and it makes no storm in the log."""
-    num_lines = len(worker.events("redis_waited_for"))
+    num_lines = len(worker.named("redis_waited_for"))
     job_ids = [client.submit("hello", max_tokens=60, temperature=0, ignore_eos=1) for _ in range(4)]
     deadline = time.monotonic() + 1.5
     num_killed = 0
@@ -213,7 +201,7 @@ def _bring_down_a_storm(worker: Worker, server: ServerProcess, client: Client) -
             time.sleep(0.02)
     assert num_killed > 30
     assert [len(client.result(job_id).ids) for job_id in job_ids] == [60] * 4
-    assert len(worker.events("redis_waited_for")) - num_lines <= 2
+    assert len(worker.named("redis_waited_for")) - num_lines <= 2
     worker.wait_until(is_ready=True)
 
 
@@ -227,7 +215,7 @@ def test_a_stop_without_a_server_ends_within_its_grace(worker: Worker, server: S
         server.kill()
         worker.wait_until(is_ready=False, words="can't be reached")
         assert worker.stop() < GRACE_S + END_S
-    assert len(worker.events("redis_waited_for")) <= 4
+    assert len(worker.named("redis_waited_for")) <= 4
 
 
 def test_a_stop_ends_in_time_when_the_server_is_there_and_says_nothing(worker: Worker, server: ServerProcess) -> None:
@@ -267,7 +255,7 @@ def test_the_whole_service_works_with_the_least_rights_in_a_cluster(
                 assert client.result(job_id).error is not None
         for worker in workers:
             worker.stop()
-            assert worker.events("redis_waited_for") == []
+            assert worker.named("redis_waited_for") == []
     finally:
         for worker in workers:
             worker.process.kill()

@@ -61,7 +61,7 @@ async def test_a_loop_held_up_for_longer_than_the_watchdog_loses_its_jobs_to_a_p
     worker = make_worker("w")
     await push(worker)
     (entry,) = await worker.take(1)
-    liveness = Liveness(WATCHDOG_S, has_work=lambda: False, seconds_since_step=lambda: 0.0)
+    liveness = Liveness(WATCHDOG_S, seconds_since_step=lambda: 0.0)
     looking = asyncio.create_task(liveness.run())
     await eventually(liveness.is_well)
     async with renewed(worker, liveness.is_well):

@@ -66,7 +66,6 @@ class SourceStats:
 
     num_read: int = 0
     num_reclaimed: int = 0
-    num_reconciled: int = 0
     num_lost_trimmed: int = 0
 
 
@@ -192,9 +191,7 @@ class JobSource:
                 if idle_ms >= min_idle_ms and not self._leases.is_held((lane, entry_id)):
                     entries += await self._fetch(lane, entry_id, deliveries)
         self._timers.next_reconcile = time.monotonic() + RECONCILE_EVERY_S
-        entries = self._leases.hold_new(entries)
-        self.stats.num_reconciled += len(entries)
-        return entries
+        return self._leases.hold_new(entries)
 
     async def _overdue(self, room: int) -> list[Entry]:
         """The scans whose time has come."""

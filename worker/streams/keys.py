@@ -16,26 +16,6 @@ LOT_PREFIX = "tenant."
 TERMINAL_SEQ = 18446744073709551615
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-# Words that XREADGROUP, XCLAIM and XAUTOCLAIM know: a consumer of such a name has confused servers and proxies.
-_RESERVED = frozenset(
-    [
-        "streams",
-        "group",
-        "count",
-        "block",
-        "noack",
-        "justid",
-        "force",
-        "idle",
-        "time",
-        "retrycount",
-        "lastid",
-        "claim",
-        "acked",
-        "keepref",
-        "delref",
-    ]
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +101,3 @@ def lot_of(tenant: bytes) -> str:
 def is_waiting_name(consumer: str) -> bool:
     """Whether what is pending under this name waits for a worker: in a tenant's lot, or handed over."""
     return consumer == HANDOVER or re.fullmatch(r"tenant\.[0-9a-f]+", consumer) is not None
-
-
-def check_worker_id(worker_id: str) -> str:
-    """`worker_id` if it can be a consumer's name, else StartupError."""
-    if not _NAME.fullmatch(worker_id) or worker_id.lower() in _RESERVED | {HANDOVER}:
-        raise StartupError(
-            f"worker id {worker_id[:80]!r} can't be used: use 1 to 64 of A-Z a-z 0-9 _ . -, and no Redis keyword"
-        )
-    return worker_id

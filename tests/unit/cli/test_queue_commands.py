@@ -6,11 +6,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 from redis import Redis
 
+from tests.e2e.workers import eventually
 from tests.unit.cli.conftest import Pagemill, Server
 from worker.protocol import digest_of
 from worker.streams.keys import TERMINAL_SEQ, QueueKeys, lot_of
@@ -101,7 +102,7 @@ def test_ctrl_c_cancels_the_job(server: Server, server_url: str) -> None:
         text=True,
     ) as process:
         try:
-            _wait_until(lambda: "xread" in str(server.client_list()))
+            eventually(lambda: "xread" in str(server.client_list()), "a read")
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=30)
         finally:
@@ -333,15 +334,8 @@ def test_commands_on_an_empty_queue_show_empty_tables(pagemill: Pagemill) -> Non
     assert len(pagemill("dead").out.splitlines()) == 1
 
 
-def _wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "waited 20 s"
-        time.sleep(0.01)
-
-
 @pytest.fixture(autouse=True)
 def nothing_left(server: Server) -> Iterator[None]:
     """Every command closes its connections: only this test's own is left."""
     yield
-    _wait_until(lambda: len(server.client_list()) <= 1)
+    eventually(lambda: len(server.client_list()) <= 1, "the connections to close")

@@ -16,8 +16,7 @@ class Worker:
         self.has_work = False
         self.liveness = Liveness(
             WATCHDOG_S,
-            has_work=lambda: self.has_work,
-            seconds_since_step=lambda: self.now - self.last_step_s,
+            seconds_since_step=lambda: self.now - self.last_step_s if self.has_work else 0.0,
             clock=lambda: self.now,
         )
 
