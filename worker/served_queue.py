@@ -134,13 +134,14 @@ class ServedQueue:
     # End.
 
     async def hand_over_all(self) -> None:
-        """Give every unfinished job to a peer, those first taken in that are just coming."""
+        """Give every job to a peer that isn't settled, and whose end can't be written; those that are just coming are
+        taken in first.
+        """
         if self._accepting:
             await asyncio.wait(self._accepting)
         with structlog.contextvars.bound_contextvars(queue=self.name):
-            for job in self.table:
-                if not job.is_over:
-                    await self._hand_over(job)
+            # All at once: what waits to be written holds up no other.
+            await asyncio.gather(*(self._hand_over(job) for job in self.table))
 
     async def _hand_over(self, job: Job) -> None:
         """Give a job to a peer; where that fails, its lease runs out, and the others are handed over all the same."""

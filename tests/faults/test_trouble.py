@@ -23,6 +23,7 @@ from tests.servers.groups import ClusterGroup
 from tests.servers.process import QUOTED, ServerProcess, free_port
 from tests.wire.resp import RespClient, RespError
 from worker.client import Client
+from worker.streams.keys import GROUP, HANDOVER, QueueKeys
 from worker.streams.rights import client_rule, rule_words, worker_rule
 
 GRACE_S = 1.0
@@ -240,6 +241,25 @@ def test_a_stop_ends_in_time_when_the_server_is_there_and_says_nothing(worker: W
             assert worker.stop() < GRACE_S + END_S
         finally:
             os.kill(server.pid, signal.SIGCONT)
+
+
+def test_a_stop_on_a_full_server_hands_its_jobs_over_though_their_last_tokens_can_not_be_written(
+    worker: Worker, server: ServerProcess
+) -> None:
+    """Handing over is still allowed there, and a peer computes again what isn't stored; no job has a crash for it."""
+    keys = QueueKeys(worker.queue)
+    with Client(server.url, worker.queue, retry_s=60) as client:
+        job_ids = [client.submit("hello", max_tokens=400, temperature=0, ignore_eos=1) for _ in range(3)]
+        for job_id in job_ids:
+            assert any(event.kind == "token" for event in _until_token(client, job_id))
+        _configure(server, maxmemory=1)
+        worker.wait_until(is_ready=False, words="memory is full")
+        worker.stop()
+        assert [server.call("HMGET", keys.state(each), "status", "crashes") for each in job_ids] == [
+            [b"queued", b"0"]
+        ] * 3
+        owners = [pending[1] for pending in server.call("XPENDING", keys.jobs("normal"), GROUP, "-", "+", 10)]
+        assert owners == [HANDOVER.encode()] * 3
 
 
 @pytest.mark.parametrize("name", ["valkey-9.1", pytest.param("redis-6.2", marks=pytest.mark.slow)])
