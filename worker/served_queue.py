@@ -23,6 +23,7 @@ from worker.queue_metrics import QueueMetrics
 from worker.settings import Settings
 from worker.streams.errors import StreamsError
 from worker.streams.leases import Entry
+from worker.streams.outcomes import persist
 from worker.streams.registry import Beat
 from worker.trace_recorder import TraceRecorder
 from worker.watch import Watch
@@ -89,9 +90,13 @@ class ServedQueue:
         )
 
     async def prepare(self) -> None:
-        """Connect, learn the server's time, make the groups, read what operators set. Raises StreamsError."""
-        await self.links.clock.sync(self.links.commands)
-        await self.links.source.ensure_groups()
+        """Connect, learn the server's time, make the groups, read what operators set.
+
+        Waits for a server that is away or can't do it now. Raises ServerError for what lasts.
+        """
+        links = self.links
+        await persist(lambda: links.clock.sync(links.commands), cap_s=self._max_wait_s)
+        await persist(links.source.ensure_groups, cap_s=self._max_wait_s)
         await self.watch.look_at_config()
 
     def start_parts(self, *, beat: Callable[[], Beat]) -> None:

@@ -202,6 +202,25 @@ def test_whatever_troubles_the_server_is_said_once_and_waited_out(worker: Worker
     assert 1 <= len(worker.events("redis_serves_again")) <= len(told)
 
 
+def test_what_troubles_the_server_while_a_worker_starts_is_waited_out_too(
+    server: ServerProcess, tiny_model: Path, tmp_path: Path
+) -> None:
+    """To read a model takes long, and what the server said before that is old news by then."""
+    _configure(server, maxmemory=1)
+    worker = Worker(tiny_model, server.url, tmp_path)
+    try:
+        worker.wait_until(is_ready=False, words="memory is full")
+        _configure(server, maxmemory=0)
+        worker.wait_until(is_ready=True)
+        with Client(server.url, worker.queue, retry_s=60) as client:
+            job_id = client.submit("hello", max_tokens=5, temperature=0, ignore_eos=1)
+            assert len(client.result(job_id).ids) == 5
+        worker.stop()
+    finally:
+        worker.process.kill()
+        worker.process.wait()
+
+
 def _bring_down_a_storm(worker: Worker, server: ServerProcess, client: Client) -> None:
     """Jobs outlive it, and it makes no storm in the log."""
     num_lines = len(worker.events("redis_waited_for"))
