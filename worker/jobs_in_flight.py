@@ -9,6 +9,7 @@ poison        it kills whatever computes it     ─► a dead letter, an error e
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 import structlog
@@ -33,6 +34,8 @@ log = structlog.get_logger(__name__)
 
 # Longest wait before a dead letter that Redis did not take is tried again.
 MAX_WAIT_S = 1.0
+# How long what is gathered may take to be written before its job is handed over without it: a full server takes none.
+WRITE_OUT_S = 2.0
 
 
 class JobsInFlight:
@@ -225,12 +228,15 @@ class JobsInFlight:
         return status.value
 
     async def hand_over(self, job: Job) -> None:
-        """Give an unfinished job to a peer, which goes on after the last event. Raises StreamsError.
+        """Give a job that isn't settled to a peer, which goes on after the last event. Raises StreamsError.
 
-        Where its entry is gone no peer can take it, so it ends here with an error.
+        What can't be written in time is computed again there. Where its entry is gone no peer can take it, so it ends
+        here with an error.
         """
         self._gate.leave(job)
-        await self._links.replies.drained(job.writer)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WRITE_OUT_S):
+                await self._links.replies.drained(job.writer)
         if job.writer.status is ReplyStatus.ABANDONED:
             self.end(job, JobError(ErrorCode.ABANDONED, "its reply was deleted: a peer can't go on with it"))
         if job.writer.status is not ReplyStatus.LIVE:

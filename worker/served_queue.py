@@ -23,6 +23,7 @@ from worker.queue_metrics import QueueMetrics
 from worker.settings import Settings
 from worker.streams.errors import StreamsError
 from worker.streams.leases import Entry
+from worker.streams.outcomes import persist
 from worker.streams.registry import Beat
 from worker.trace_recorder import TraceRecorder
 from worker.watch import Watch
@@ -89,9 +90,13 @@ class ServedQueue:
         )
 
     async def prepare(self) -> None:
-        """Connect, learn the server's time, make the groups, read what operators set. Raises StreamsError."""
-        await self.links.clock.sync(self.links.commands)
-        await self.links.source.ensure_groups()
+        """Connect, learn the server's time, make the groups, read what operators set.
+
+        Waits for a server that is away or can't do it now. Raises ServerError for what lasts.
+        """
+        links = self.links
+        await persist(lambda: links.clock.sync(links.commands), cap_s=self._max_wait_s)
+        await persist(links.source.ensure_groups, cap_s=self._max_wait_s)
         await self.watch.look_at_config()
 
     def start_parts(self, *, beat: Callable[[], Beat]) -> None:
@@ -134,13 +139,14 @@ class ServedQueue:
     # End.
 
     async def hand_over_all(self) -> None:
-        """Give every unfinished job to a peer, those first taken in that are just coming."""
+        """Give every job to a peer that isn't settled, and whose end can't be written; those that are just coming are
+        taken in first.
+        """
         if self._accepting:
             await asyncio.wait(self._accepting)
         with structlog.contextvars.bound_contextvars(queue=self.name):
-            for job in self.table:
-                if not job.is_over:
-                    await self._hand_over(job)
+            # All at once: what waits to be written holds up no other.
+            await asyncio.gather(*(self._hand_over(job) for job in self.table))
 
     async def _hand_over(self, job: Job) -> None:
         """Give a job to a peer; where that fails, its lease runs out, and the others are handed over all the same."""

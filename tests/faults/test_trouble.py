@@ -21,6 +21,7 @@ from tests.servers.groups import ClusterGroup
 from tests.servers.process import QUOTED, ServerProcess, free_port
 from tests.wire.resp import RespClient, RespError
 from worker.client import Client
+from worker.streams.keys import GROUP, HANDOVER, QueueKeys
 from worker.streams.rights import client_rule, rule_words, worker_rule
 
 GRACE_S = 1.0
@@ -189,6 +190,25 @@ def test_whatever_troubles_the_server_is_said_once_and_waited_out(worker: Worker
     assert 1 <= len(worker.named("redis_serves_again")) <= len(told)
 
 
+def test_what_troubles_the_server_while_a_worker_starts_is_waited_out_too(
+    server: ServerProcess, tiny_model: Path, tmp_path: Path
+) -> None:
+    """To read a model takes long, and what the server said before that is old news by then."""
+    _configure(server, maxmemory=1)
+    worker = Worker(tiny_model, server.url, tmp_path)
+    try:
+        worker.wait_until(is_ready=False, words="memory is full")
+        _configure(server, maxmemory=0)
+        worker.wait_until(is_ready=True)
+        with Client(server.url, worker.queue, retry_s=60) as client:
+            job_id = client.submit("hello", max_tokens=5, temperature=0, ignore_eos=1)
+            assert len(client.result(job_id).ids) == 5
+        worker.stop()
+    finally:
+        worker.process.kill()
+        worker.process.wait()
+
+
 def _bring_down_a_storm(worker: Worker, server: ServerProcess, client: Client) -> None:
     """Jobs outlive it, and it makes no storm in the log."""
     num_lines = len(worker.named("redis_waited_for"))
@@ -228,6 +248,25 @@ def test_a_stop_ends_in_time_when_the_server_is_there_and_says_nothing(worker: W
             assert worker.stop() < GRACE_S + END_S
         finally:
             os.kill(server.pid, signal.SIGCONT)
+
+
+def test_a_stop_on_a_full_server_hands_its_jobs_over_though_their_last_tokens_can_not_be_written(
+    worker: Worker, server: ServerProcess
+) -> None:
+    """Handing over is still allowed there, and a peer computes again what isn't stored; no job has a crash for it."""
+    keys = QueueKeys(worker.queue)
+    with Client(server.url, worker.queue, retry_s=60) as client:
+        job_ids = [client.submit("hello", max_tokens=400, temperature=0, ignore_eos=1) for _ in range(3)]
+        for job_id in job_ids:
+            assert any(event.kind == "token" for event in _until_token(client, job_id))
+        _configure(server, maxmemory=1)
+        worker.wait_until(is_ready=False, words="memory is full")
+        worker.stop()
+        assert [server.call("HMGET", keys.state(each), "status", "crashes") for each in job_ids] == [
+            [b"queued", b"0"]
+        ] * 3
+        owners = [pending[1] for pending in server.call("XPENDING", keys.jobs("normal"), GROUP, "-", "+", 10)]
+        assert owners == [HANDOVER.encode()] * 3
 
 
 @pytest.mark.parametrize("name", ["valkey-9.1", pytest.param("redis-6.2", marks=pytest.mark.slow)])

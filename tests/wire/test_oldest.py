@@ -79,6 +79,19 @@ async def test_the_oldest_are_shed_from_a_lane_that_is_too_long(make_worker: Mak
     assert raw.call("XLEN", worker.keys.jobs("normal")) == 2
 
 
+async def test_workers_that_look_at_once_shed_no_more_than_is_too_much(
+    make_worker: MakeWorker, raw: RespClient
+) -> None:
+    workers = [make_worker(f"w{number}") for number in range(3)]
+    watches = [watch(worker, max_depth=4) for worker in workers]
+    for worker in workers:
+        raw.call("ZADD", worker.keys.workers, 1, worker.name)
+    ids = [await push(workers[0], id=f"job{number}", prompt="x") for number in range(10)]
+    shed = [entry for oldest in watches for entry in await oldest.look()]
+    assert [entry.entry_id for entry in shed] == ids[:6], "none of them is settled yet"
+    assert {entry.must_end for entry in shed} == {ErrorCode.OVERLOADED}
+
+
 async def test_what_was_taken_before_the_connection_was_lost_is_not_held(
     make_worker: MakeWorker, raw: RespClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +262,29 @@ async def test_what_peers_have_taken_meanwhile_is_forgotten(
     for _ in range(6):
         assert await oldest.look() == []
     assert known.num_known == 4
+
+
+async def test_nothing_is_kept_of_tenants_whose_lots_were_looked_through_or_are_gone(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their names are their clients' choice, so there may be any number of them."""
+    monkeypatch.setattr(backlog, "PAGE", 2)
+    worker = make_worker("w")
+    oldest = watch(worker)
+    names = [f"tenant{number}" for number in range(4)]
+    for number in range(12):
+        last = await push(worker, prompt="x", tenant=names[number % 4])
+    await worker.scripts.set_aside("normal", last)
+    assert await oldest.look() == []
+    known = oldest.backlog._lanes["normal"]
+    assert set(known.cursors) == {lot_of(name.encode()) for name in names}, "each has a second page"
+    assert await oldest.look() == []
+    assert (known.cursors, known._seen) == ({}, {})
+    assert await oldest.look() == []
+    for name in names:
+        await oldest.backlog.take_lot("normal", lot_of(name.encode()), 3)
+    assert await oldest.look() == []
+    assert (known.cursors, known._seen, known.num_known) == ({}, {}, 0)
 
 
 async def test_no_more_is_known_of_a_lane_than_there_is_room_for(

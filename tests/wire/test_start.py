@@ -19,6 +19,7 @@ from worker.streams.connection import Link
 from worker.streams.errors import ConnectionLostError, ServerError
 from worker.streams.keys import QueueKeys
 from worker.streams.rights import _probes, rule_words, worker_rule
+from worker.streams.scripts import SCRIPT_NAMES, source_of
 from worker.streams.server_check import check_server
 
 QUEUE = "start"
@@ -159,6 +160,15 @@ async def test_a_right_that_is_missing_is_named(
         if rule is not None:
             with pytest.raises(StartupError, match=re.escape(f"grant +{right} (`pagemill acl worker`")):
                 await check_server(as_user(rule), keys.queue)
+
+
+def test_every_command_of_the_scripts_is_tried_at_the_start() -> None:
+    """One that isn't is missed only when a job needs it, which then ends the worker."""
+    text = "".join(map(source_of, SCRIPT_NAMES))
+    called = {word.lower() for word in re.findall(r"(?:call\(|_wrong_type\(|= \{)'([A-Z]+)'", text)}
+    tried = {right.partition("|")[0] for right, _ in _probes(QueueKeys("q"))}
+    assert len(called) > 15
+    assert called - tried == set()
 
 
 async def test_rights_for_other_keys_are_not_enough(as_user: Callable[[str], str], raw: RespClient) -> None:

@@ -120,12 +120,13 @@ class LaneBacklog:
         self.put_aside(jobs)
         seen = self._seen.setdefault(name, set())
         seen.update(job.entry_id for job in jobs)
-        self.cursors[name] = "0-0" if is_last else jobs[-1].entry_id
-        if is_last:
-            del self._seen[name]
-            gone = [job for job in self._aside.values() if job.lot == name and job.entry_id not in seen]
-            for job in gone:
-                del self._aside[job.entry_id]
+        if not is_last:
+            self.cursors[name] = jobs[-1].entry_id
+            return
+        self._forget_scan(name)
+        gone = [job for job in self._aside.values() if job.lot == name and job.entry_id not in seen]
+        for job in gone:
+            del self._aside[job.entry_id]
 
     def prune(self) -> None:
         """Forget what others have taken out of the lots meanwhile: they take the oldest."""
@@ -137,6 +138,13 @@ class LaneBacklog:
         ]
         for entry_id in gone:
             del self._aside[entry_id]
+        for name in [name for name in self.cursors if name != HANDOVER and name not in oldest]:
+            self._forget_scan(name)
+
+    def _forget_scan(self, name: str) -> None:
+        """There may be very many tenants, of each of which nothing stays here."""
+        self.cursors.pop(name, None)
+        self._seen.pop(name, None)
 
     def clear(self) -> None:
         """Nothing is known."""

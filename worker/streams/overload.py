@@ -1,5 +1,6 @@
 """Waiting jobs that nobody needs to run: overdue, called off, or too many. They are taken only to be ended."""
 
+import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -25,7 +26,7 @@ class OldestWatch:
     """Looks through what waits, in lots and handed over too, and takes what is to end unrun, the oldest first.
 
     Where a lane is longer than `max_depth` (0: never) the oldest are shed: their clients have waited longest, and are
-    the likeliest to have left.
+    the likeliest to have left. Each of the queue's workers sheds its share of what is too much.
     """
 
     def __init__(
@@ -94,6 +95,8 @@ class OldestWatch:
         num_over = known.length - num_ending - self.max_depth if self.max_depth else 0
         if num_over > 0:
             await self._count_workers()
+            # Peers look at the same time, and what they end is in the lane until it is settled: each ends its share.
+            num_over = math.ceil(num_over / self.rate.num_workers)
         jobs = known.waiting()
         marked = await self._marked(lane, jobs)
         now_ms = self._clock.now_ms()
@@ -118,7 +121,7 @@ class OldestWatch:
     async def _count_workers(self) -> None:
         (names,) = await self._link.batch([("ZRANGE", self._keys.workers, 0, -1)])
         if isinstance(names, list):
-            self.rate.num_workers = len(names)
+            self.rate.num_workers = max(1, len(names))
 
     async def _marked(self, lane: str, jobs: list[WaitingJob]) -> set[str]:
         """Those of `jobs` that were called off, of a part of them: the hinted ones, and some more in turn."""
