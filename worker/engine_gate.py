@@ -27,6 +27,9 @@ from worker.streams.reply_writer import ReplyStatus
 
 log = structlog.get_logger(__name__)
 
+# How long the record of a job, whose server may be away, keeps the jobs of others waiting.
+RECORD_S = 2.0
+
 
 class Home(Protocol):
     """Where a job lives: whoever gives its sequences to the engine, and writes its record and its end."""
@@ -82,10 +85,13 @@ class EngineGate:
         *,
         on_up: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        patience_s: float = RECORD_S,
     ) -> None:
+        """`patience_s`: how long one job's record may take before others are written."""
         self._metrics = metrics
         self._on_up = on_up
         self._clock = clock
+        self._patience_s = patience_s
         self.engine: EngineSupervisor | None = None
         self._quarantine: Quarantine[Job] = Quarantine()
         self._homes: dict[Job, Home] = {}
@@ -282,7 +288,12 @@ class EngineGate:
                     await self._write(job, marks, home)
 
     async def _write(self, job: Job, marks: Marks, home: Home) -> None:
-        is_ours = await home.record(job, marks)
+        try:
+            async with asyncio.timeout(self._patience_s):
+                is_ours = await home.record(job, marks)
+        except TimeoutError:
+            self._put_off(job, marks)
+            return
         if job in self._unwritten or job not in self._homes:  # things have changed meanwhile
             return
         turn = self._turn
@@ -293,3 +304,14 @@ class EngineGate:
             await home.let_go(job)
         elif marks.is_alone and turn is not None and turn.job is job and not turn.is_recorded:
             self._begin_turn(turn)
+
+    def _put_off(self, job: Job, marks: Marks) -> None:
+        """The server of the job's queue doesn't answer: those of other queues don't wait for it."""
+        log.warning("job_record_put_off", request_id=job.envelope.id)
+        turn = self._turn
+        if turn is not None and turn.job is job and not turn.is_recorded:
+            self._turn = None
+            marks = self._quarantine.postpone(job)
+        if job not in self._unwritten and job in self._homes:
+            self._write_later(job, marks)
+        self._advance()

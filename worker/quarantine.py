@@ -122,6 +122,15 @@ class Quarantine(Generic[Key]):
         self._free[key] = None
         return key
 
+    def postpone(self, key: Key) -> Marks:
+        """The job whose turn it is can't begin it now: it goes to the end of the line. Answers its marks."""
+        marks = self._marks[key]
+        if key == self._alone:
+            self._alone = None
+            marks = self._marks[key] = Marks(marks.crashes, marks.solo)
+            self._waiting[key] = None
+        return marks
+
     def is_due(self, now_s: float) -> bool:
         """Whether `decide` would say something else than before."""
         return self._alone is None and bool(self._waiting) and self._may_give_turn(now_s)

@@ -144,6 +144,20 @@ async def test_a_job_that_can_not_be_answered_is_told_with_the_key_that_is_in_th
     assert raw.pending(worker.keys.jobs("normal"))[entry.entry_id][0] == "w"
 
 
+async def test_a_reply_whose_last_id_somebody_has_typed_and_removed_costs_that_job_alone(
+    make_worker: MakeWorker, raw: RespClient
+) -> None:
+    worker = make_worker("w")
+    key = worker.keys.reply("a")
+    raw.call("XADD", key, "99999999999999-7", "e", "token")
+    raw.call("XADD", key, "99999999999999-8", "e", "token")
+    raw.call("XDEL", key, "99999999999999-7", "99999999999999-8")
+    await push(worker, id="a", prompt="x")
+    (entry,) = await worker.take(1)
+    result, writer = await worker.replies.open(worker.envelope(entry))
+    assert (result.status, result.key, writer) == (OpenStatus.BLOCKED, key, None)
+
+
 @pytest.mark.parametrize("command", [("SET", "KEY", "something else"), ("HSET", "KEY", "attempt", "9" * 300)])
 async def test_what_no_worker_wrote_is_no_record_and_is_replaced(
     make_worker: MakeWorker, raw: RespClient, command: tuple[str, ...]

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import cast
 
 import pytest
@@ -17,6 +17,9 @@ from worker.protocol import parse_envelope
 from worker.quarantine import Marks
 from worker.streams.leases import Entry
 from worker.streams.reply_writer import ReplyStatus, ReplyWriter
+
+# How long a record may take.
+PATIENCE_S = 0.05
 
 
 class NamedJob(Job):
@@ -87,7 +90,7 @@ class Bench:
     def __init__(self) -> None:
         self.metrics = WorkerMetrics(worker_id="w", queues=("q",), model="m", version="0")
         self.now_s = 0.0
-        self.gate = EngineGate(self.metrics, clock=lambda: self.now_s)
+        self.gate = EngineGate(self.metrics, clock=lambda: self.now_s, patience_s=PATIENCE_S)
         self.engine = Engine()
         self.gate.engine = cast(EngineSupervisor, self.engine)
         self.home = RecordingHome()
@@ -112,6 +115,16 @@ class Bench:
         """A step brings a token, and so many token events were written by now."""
         job.writer.num_token_events += num_events
         self.gate.on_tokens(job)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Time goes on, step by step, until something is so."""
+        for _ in range(500):
+            if condition():
+                return
+            self.now_s += 1
+            self.gate.on_step()
+            await asyncio.sleep(PATIENCE_S / 5)
+        pytest.fail("it never came to that")
 
     async def until_logged(self, *lines: str) -> None:
         await turns_of_the_loop()
@@ -154,6 +167,23 @@ async def test_only_those_that_were_computed_are_blamed_and_each_runs_alone_once
     bench.tell(b)
     assert sorted(bench.home.inside) == ["a", "b", "waited"]
     assert bench.gate.num_suspects == 0
+
+
+async def test_a_queue_whose_server_is_away_keeps_no_other_queues_jobs_out_of_the_engine(bench: Bench) -> None:
+    """A suspect's turn can't begin before its record says so: it is put off, and the others run meanwhile."""
+    a, b = make_job("a"), make_job("b")
+    away = RecordingHome()
+    bench.gate.enter(a, away)
+    bench.gate.enter(b, bench.home)
+    away.may_write.clear()
+    await bench.die(a)
+    bench.restart()
+    await bench.until(lambda: bench.home.inside == ["b"])
+    assert bench.gate.num_suspects == 1
+    away.may_write.set()
+    await bench.until(lambda: away.inside == ["a"])
+    assert bench.home.inside == [], "it runs alone"
+    assert away.log[-1] == "a: 1/0 alone"
 
 
 async def test_tokens_count_once_their_events_are_written(bench: Bench) -> None:

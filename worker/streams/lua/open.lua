@@ -89,8 +89,13 @@ if is_stale and record[2] ~= digest then
 end
 local covered = string.match(field(last_fields, 'n') or field(last_fields, 'from') or '', '^%d+$') or '0'
 if #covered > 15 then covered = '0' end
-redis.call('XADD', reply_key, attempt .. '-0', 'e', 'open', 't', string.format('%.0f', now),
+local added = redis.pcall('XADD', reply_key, attempt .. '-0', 'e', 'open', 't', string.format('%.0f', now),
   'worker', consumer, 'model', model, 'from', covered)
+if added.err then
+  -- Somebody typed an id above all attempts and removed that event again.
+  if string.find(added.err, 'equal or smaller', 1, true) then return {'blocked', reply_key} end
+  return added
+end
 redis.call('PEXPIRE', reply_key, run_ttl)
 
 -- 4. The record. `running` under another worker says that this worker died with it.
