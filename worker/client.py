@@ -53,6 +53,9 @@ BLOCK_MS = 4000
 READ_COUNT = 256
 # Seconds that a cancel mark is kept: no shorter than a job may wait in the queue.
 CANCEL_TTL_S = 86_400
+# Seconds after which a job whose reply had begun, and of which nothing is left, won't come back: a server that forgot
+# both may still have its entry, which a worker takes after a lease.
+GONE_S = 60.0
 # Jobs of a client that it remembers, the latest ones.
 MAX_REMEMBERED = 10_000
 
@@ -165,8 +168,10 @@ class AsyncClient:
         digest = sent.digest
         deadline = sent.deadline if limit_s is None else time.monotonic() + limit_s
         link, patience = Link(self._url, "client-reply", self.keys.queue), _Patience(self._retry_s)
+        # Since when there is neither a reply nor a record of a job whose reply has begun.
+        gone_since: float | None = None
         # Where the connection is new, so may be the server's memory: it may have forgotten what was read.
-        is_in_doubt = cursor.has_begun
+        is_in_doubt = has_begun = cursor.has_begun
         try:
             while not cursor.is_done:
                 try:
@@ -179,7 +184,13 @@ class AsyncClient:
                     answer = await link.call("XREAD", *words)
                     patience.reset()
                     if answer is None:
-                        await self._check_alive(link, job_id, deadline)
+                        is_there = await self._check_alive(link, job_id, deadline)
+                        if is_there or not has_begun:
+                            gone_since = None
+                        elif gone_since is None:
+                            gone_since = time.monotonic()
+                        elif time.monotonic() - gone_since > GONE_S:
+                            raise _unknown(job_id)
                 except (ConnectionLostError, ServerError) as error:
                     is_in_doubt = True
                     await patience.wait(error, link)
@@ -189,6 +200,7 @@ class AsyncClient:
                     digest = None
                 for entry in answer[0][1] if answer else ():
                     event = parse_event(*entry)
+                    has_begun = True
                     accepted = cursor.accept(event)
                     yield accepted
                     if accepted is not event or event.is_terminal:
@@ -244,21 +256,24 @@ class AsyncClient:
         found = await link.call("XRANGE", key, cursor.last_id, cursor.last_id, "COUNT", 1)
         return bool(found) and cursor.stands_at(parse_event(*found[0]))
 
-    async def _check_alive(self, link: Link, job_id: str, deadline: float | None) -> None:
-        """Raise ReplyLostError if neither the job's record nor its reply gives hope."""
+    async def _check_alive(self, link: Link, job_id: str, deadline: float | None) -> bool:
+        """Whether the job has a record or a reply. Raises ReplyLostError if that, or its absence, leaves no hope."""
         state = await self._record(job_id)
         status = state.get(b"status", b"").decode("utf-8", "replace")
         # A job without a record may still wait in its lane, but not for longer than it may.
         is_hopeful = status in ("running", "queued") if state else deadline is None or time.monotonic() <= deadline
-        if is_hopeful or await link.call("XLEN", self.keys.reply(job_id)):
-            return
+        has_reply = bool(await link.call("XLEN", self.keys.reply(job_id)))
+        if is_hopeful or has_reply:
+            return bool(state) or has_reply
         if not state:
-            raise ReplyLostError(
-                f"job {job_id} is unknown: it was never taken, or its reply has expired; send it again"
-            )
+            raise _unknown(job_id)
         raise ReplyLostError(
             f"job {job_id} ended ({status}), and its reply is gone: it expired or was deleted; send the job again"
         )
+
+
+def _unknown(job_id: str) -> ReplyLostError:
+    return ReplyLostError(f"job {job_id} is unknown: it was never taken, or its reply has expired; send it again")
 
 
 class Client:

@@ -121,7 +121,7 @@ class EngineGate:
         waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiters[job], self._homes[job] = waiter, home
         self._quarantine.add(job, job.crashes, job.solo)
-        log.info("job_suspected", request_id=job.envelope.id, crashes=job.crashes, solo=job.solo)
+        log.info("job_suspected", **job.log_ids, crashes=job.crashes, solo=job.solo)
         self._advance()
         return await waiter
 
@@ -172,7 +172,7 @@ class EngineGate:
             num_new = 1
         cleared = self._quarantine.count(num_new)
         if cleared is not None:
-            log.info("job_cleared", request_id=job.envelope.id, crashes=self._quarantine.marks(job).crashes)
+            log.info("job_cleared", **job.log_ids, crashes=self._quarantine.marks(job).crashes)
             self._write_later(job, self._quarantine.marks(job))
             self._advance()
             if job in self._running:  # it goes on with the others, or for want of others
@@ -201,15 +201,15 @@ class EngineGate:
         for job, marks in blamed.items():
             log.warning(
                 "job_blamed",
-                request_id=job.envelope.id,
+                **job.log_ids,
                 crashes=marks.crashes,
                 solo=marks.solo,
                 is_poison=marks.is_poison,
             )
             self._write_later(job, marks)
-        self._metrics.set_suspects(self._quarantine.num_suspects)
         if error.end is EngineEnd.HUNG:
             self._let_all_go()
+        self._metrics.set_suspects(self._quarantine.num_suspects)
 
     def _let_all_go(self) -> None:
         """A peer goes on with the jobs at once; without one this worker does, when its next engine stands."""
@@ -260,7 +260,7 @@ class EngineGate:
         turn.is_recorded, turn.num_counted = True, job.writer.num_token_events
         marks = self._quarantine.marks(job)
         self._metrics.turn_began()
-        log.info("job_quarantined", request_id=job.envelope.id, crashes=marks.crashes, solo=marks.solo)
+        log.info("job_quarantined", **job.log_ids, crashes=marks.crashes, solo=marks.solo)
         waiter = self._waiters.pop(job, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(True)
@@ -307,7 +307,7 @@ class EngineGate:
 
     def _put_off(self, job: Job, marks: Marks) -> None:
         """The server of the job's queue doesn't answer: those of other queues don't wait for it."""
-        log.warning("job_record_put_off", request_id=job.envelope.id)
+        log.warning("job_record_put_off", **job.log_ids)
         turn = self._turn
         if turn is not None and turn.job is job and not turn.is_recorded:
             self._turn = None

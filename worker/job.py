@@ -44,6 +44,7 @@ class Job:
     ) -> None:
         self.entry = entry
         self.envelope = envelope
+        self._queue = queue
         self.writer = writer
         self.times = times
         # The engine's name for this job: one attempt's tokens are never taken for another's, nor for those of a job
@@ -63,6 +64,11 @@ class Job:
         self.has_dead_letter = False
         self.is_over = False
         self.outcome = ""
+
+    @property
+    def log_ids(self) -> dict[str, str]:
+        """What log events of the job name it by: an id alone may be another queue's too."""
+        return {"request_id": self.envelope.id, "queue": self._queue}
 
     @property
     def stats(self) -> SequenceStats | None:

@@ -142,7 +142,7 @@ class JobsInFlight:
         job.has_dead_letter = await keep_dead_letter(
             self._links, job.entry, code, max_wait_s=MAX_WAIT_S, opened_id=job.envelope.id
         )
-        log.error("job_is_poison", request_id=job.envelope.id, crashes=marks.crashes, solo=marks.solo)
+        log.error("job_is_poison", **job.log_ids, crashes=marks.crashes, solo=marks.solo)
         self.end(job, poison(marks.crashes, marks.solo))
 
     async def let_go(self, job: Job) -> None:
@@ -151,7 +151,7 @@ class JobsInFlight:
         try:
             await self.hand_over(job)
         except ServerError as error:
-            log.error("hand_over_failed", request_id=job.envelope.id, error=str(error))
+            log.error("hand_over_failed", **job.log_ids, error=str(error))
             self._forget(job)
 
     # How jobs end.
@@ -168,7 +168,7 @@ class JobsInFlight:
         if job is None:
             return
         if writer.status is ReplyStatus.ABANDONED and not (self._stops_unheard or job.is_over):
-            log.info("job_goes_on_unheard", request_id=job.envelope.id)
+            log.info("job_goes_on_unheard", **job.log_ids)
             return
         self._gate.leave(job)
         if writer.status is ReplyStatus.FENCED:
@@ -198,7 +198,7 @@ class JobsInFlight:
             record = {"finished": str(finished_ms), "usage": compact(usage)}
             status = await self._settle(job, record)
             if status == SettleStatus.UNENDED:  # it comes again, to whoever takes it
-                log.warning("reply_end_lost", request_id=job.envelope.id)
+                log.warning("reply_end_lost", **job.log_ids)
                 self._remove(job)
                 continue
             num_computed = usage["prompt_tokens"] + usage["completion_tokens"] if job.choices is not None else 0
@@ -210,7 +210,7 @@ class JobsInFlight:
                 self._recorder.record(job, finished_ms)
             log.info(
                 "job_settled",
-                request_id=job.envelope.id,
+                **job.log_ids,
                 outcome=job.outcome,
                 settled=status,
                 num_prompt_tokens=len(job.prompt_ids),
@@ -224,7 +224,7 @@ class JobsInFlight:
             job.envelope, job.outcome, record=record, keep_prompt=job.has_dead_letter
         )
         if status is SettleStatus.UNRECORDED:
-            log.error("job_record_unwritable", request_id=job.envelope.id, key=self._links.keys.state(job.envelope.id))
+            log.error("job_record_unwritable", **job.log_ids, key=self._links.keys.state(job.envelope.id))
         return status.value
 
     async def hand_over(self, job: Job) -> None:
@@ -247,7 +247,7 @@ class JobsInFlight:
             return
         self._links.replies.discard(job.writer)
         self._remove(job)
-        log.info("job_handed_over", request_id=job.envelope.id)
+        log.info("job_handed_over", **job.log_ids)
 
     def _count(self, job: Job, finished_ms: int) -> None:
         stats = job.stats

@@ -122,6 +122,11 @@ class WorkerMetrics:
         """Count an engine's death, and the jobs that it was computing."""
         self._engine_deaths.labels(end).inc()
         self._crashes.inc(num_crashes)
+        for gauge in (self._running, self._waiting, self._swapped, self._usage, self._fill):
+            gauge.set(0)  # what it had is nowhere now
+        for gauge, states in ((self._blocks, _BLOCK_STATES), (self._swap_blocks, ("used", "free"))):
+            for state in states:
+                gauge.labels(state).set(0)
 
     def turn_began(self) -> None:
         """Count a suspect that runs alone."""

@@ -153,7 +153,7 @@ class ServedQueue:
         try:
             await self.jobs.hand_over(job)
         except StreamsError as error:
-            log.error("hand_over_failed", request_id=job.envelope.id, error=str(error))
+            log.error("hand_over_failed", **job.log_ids, error=str(error))
             self.links.leases.release(job.entry.key)
 
     async def close(self) -> None:

@@ -31,7 +31,7 @@ def command(queue: str | None, redis_url: str | None, data_dir: str | None, limi
     for name in settings.queues:
         some_lanes, some_jobs, ended = run_on_link(url, partial(_look, queue=name), name)
         if run_on_link(url, partial(is_paused, queue=name), name):
-            click.echo(f"Queue {name} is paused: `pagemill resume` lets it go on", err=True)
+            click.echo(f"Queue {name} is paused: `pagemill resume --queue {name}` lets it go on", err=True)
         lanes += ([name, *row] for row in some_lanes)
         jobs += ([name, *row] for row in some_jobs[:limit])
         outcomes += ([name, *row] for row in sorted(ended.items()))

@@ -15,4 +15,4 @@ def command(queue: str | None, redis_url: str | None, data_dir: str | None) -> N
     """
     settings = client_settings(queue, redis_url, data_dir)
     run_on_link(find_server(settings), lambda link: set_config(link, settings.queue, {"paused": "1"}), settings.queue)
-    click.echo(f"queue {settings.queue} is paused: `pagemill resume` lets it go on")
+    click.echo(f"queue {settings.queue} is paused: `pagemill resume --queue {settings.queue}` lets it go on")

@@ -20,6 +20,10 @@ def command(queue: str | None, redis_url: str | None, data_dir: str | None) -> N
     settings = client_settings(queue, redis_url, data_dir, takes_several=True)
     url = find_server(settings)
     beats = [(name, *beat) for name in settings.queues for beat in run_on_link(url, partial(_look, queue=name), name)]
+    served = {name for name, *_ in beats}
+    for name in settings.queues:
+        if name not in served:
+            click.echo(f"No worker serves queue {name} now", err=True)
     said = {name for *_, fields in beats for name in fields} - {"beat"}
     columns = [name for name in _FIRST if name in said] + sorted(said - {*_FIRST})
     rows = [[*words, *(fields.get(name, "") for name in columns)] for *words, fields in beats]

@@ -342,6 +342,23 @@ async def test_a_reply_that_was_deleted_under_its_reader_is_given_up_without_a_t
     assert (raised.value.code, raised.value.is_retryable) == ("reply_lost", True)
 
 
+async def test_a_job_that_had_begun_and_of_which_nothing_is_left_is_given_up_after_a_while(
+    client: AsyncClient, writer: HandWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can't wait in its lane any more, so there is nothing to wait for without a time limit of its own either."""
+    monkeypatch.setattr("worker.client.BLOCK_MS", 20)
+    monkeypatch.setattr("worker.client.GONE_S", 0.1)
+    await writer.open(7)
+
+    async def forget(_event: ReplyEvent) -> None:
+        await writer.forget()
+
+    with pytest.raises(ReplyLostError, match="unknown"):
+        await read(client, forget)
+    with pytest.raises(ReplyLostError, match="unknown"):
+        _ = [event async for event in client.stream("job", after="7-0")]
+
+
 async def test_a_jobs_own_time_limit_is_remembered(client: AsyncClient) -> None:
     job_id = await client.submit("hello", ttl_ms=20)
     with pytest.raises(ReplyLostError, match="unknown"):

@@ -174,7 +174,7 @@ class Replies:
             elif answer.is_wrong_server:
                 raise ConnectionLostError(f"this server takes no writes: {answer}")
             else:
-                tell(log, "reply_write_refused", answer, job_id=writer.job_id)
+                tell(log, "reply_write_refused", answer, request_id=writer.job_id)
                 is_done = False
         for writer, last_id in zip(refused, await self._last_ids(refused, generation), strict=True):
             if writer.in_flight is not None and last_id == writer.in_flight.entry_id:
@@ -215,13 +215,13 @@ class Replies:
             is_deleted = last_id is None or result.status is OpenStatus.BLOCKED
             self._close(writer, ReplyStatus.ABANDONED if is_deleted else ReplyStatus.FENCED)
             return
-        log.warning("reply_reopened", job_id=writer.job_id, attempt=result.attempt, covered=result.covered)
+        log.warning("reply_reopened", request_id=writer.job_id, attempt=result.attempt, covered=result.covered)
         try:
             writer.reopen(result.attempt, await recover(self._reader, self._keys.reply(writer.job_id)))
             registered.is_reopening = False
         except UnreadableReplyError as error:
             # It comes back as an entry that nobody holds, and ends with an error.
-            log.error("reply_unreadable", job_id=writer.job_id, error=str(error))
+            log.error("reply_unreadable", request_id=writer.job_id, error=str(error))
             self._close(writer, ReplyStatus.FENCED)
 
     async def _run_open(self, envelope: JobEnvelope, own_attempt: int = 0) -> OpenResult:
@@ -260,7 +260,7 @@ class Replies:
             self.discard(writer)
 
     def _close(self, writer: ReplyWriter, status: ReplyStatus) -> None:
-        log.warning("reply_closed", job_id=writer.job_id, attempt=writer.attempt, status=status.value)
+        log.warning("reply_closed", request_id=writer.job_id, attempt=writer.attempt, status=status.value)
         self.discard(writer)
         writer.close(status)
 

@@ -252,11 +252,11 @@ def test_what_was_put_back_waits_as_what_nobody_has_read(pagemill: Pagemill, ser
     server.hset(KEYS.config, "paused", "1")
     result = pagemill("jobs")
     assert "normal\t4\t1\t" in result.out
-    assert result.err == "Queue smollm2 is paused: `pagemill resume` lets it go on\n"
+    assert result.err == "Queue smollm2 is paused: `pagemill resume --queue smollm2` lets it go on\n"
 
 
 def test_pause_resume_and_drain_write_the_config_and_give_a_hint(pagemill: Pagemill, server: Server) -> None:
-    assert pagemill("pause").out == "queue smollm2 is paused: `pagemill resume` lets it go on\n"
+    assert pagemill("pause").out == "queue smollm2 is paused: `pagemill resume --queue smollm2` lets it go on\n"
     assert server.hgetall(KEYS.config) == {b"paused": b"1"}
     assert pagemill("resume").out == "queue smollm2 goes on\n"
     assert pagemill("resume").out == "queue smollm2 was not paused\n"
