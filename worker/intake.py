@@ -114,7 +114,9 @@ class Intake:
             case OpenStatus.ENDED:
                 outcome = result.terminal_code if result.terminal == "error" else "done"
                 record = {} if result.usage is None else {"usage": result.usage}
-                await self._links.outcomes.settle(envelope, outcome, record=record)
+                # A poison's prompt is what its dead letter is kept for.
+                is_kept = outcome == ErrorCode.POISON
+                await self._links.outcomes.settle(envelope, outcome, record=record, keep_prompt=is_kept)
             case OpenStatus.DUPLICATE | OpenStatus.CONFLICT:
                 if result.status is OpenStatus.CONFLICT:
                     await self._keep_dead_letter(entry, ErrorCode.ID_CONFLICT)

@@ -21,6 +21,9 @@ from worker.streams.replies import Replies
 from worker.streams.scripts import Scripts
 from worker.streams.turns import Turns
 
+# However short a lease is, a server may take so long to answer.
+MIN_ANSWER_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class QueueLinks:
@@ -62,9 +65,12 @@ class QueueLinks:
         """Put the parts together; nothing connects yet. Raises StartupError for a URL or a name that can't be used."""
         keys, clock, limits = QueueKeys(queue), ServerClock(), protocol_limits(settings)
         health = ServerHealth()
-        commands, reading, leasing, events, control = (
-            Link(url, name, queue, health) for name in ("commands", "jobs", "leases", "events", "control")
+        commands, reading, events, control = (
+            Link(url, name, queue, health) for name in ("commands", "jobs", "events", "control")
         )
+        # A dead connection has to be noticed while there is time to renew over another one.
+        max_answer_s = max(MIN_ANSWER_S, settings.lease_ms / 3000)
+        leasing = Link(url, "leases", queue, health, max_answer_s=max_answer_s)
         scripts = Scripts(commands, keys, worker_id)
         leases = Leases(Scripts(leasing, keys, worker_id), settings.lease_ms)
         weights = parse_lane_weights(settings.lane_weights)

@@ -84,6 +84,15 @@ def test_blocking_reads_end_well_before_the_sockets_timeout() -> None:
     assert connection.BLOCK_MS / 1000 + 2 <= SOCKET_TIMEOUT_S
 
 
+async def test_a_link_may_wait_less_long_for_an_answer_than_the_others(redis_url: str, keys: QueueKeys) -> None:
+    """Leases have to be renewed over another connection before they run out."""
+    link = Link(redis_url, "leases", max_answer_s=0.2)
+    with pytest.raises(ConnectionLostError):
+        await link.call("XREAD", "BLOCK", 5000, "STREAMS", keys.control, "$")
+    assert await link.call("PING") == b"PONG"
+    await link.close()
+
+
 async def test_a_silent_server_is_a_lost_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]

@@ -9,6 +9,7 @@ a Cluster's node has not carried out and sends to another (ASK).
 import asyncio
 import random
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -35,13 +36,25 @@ class Link:
     connect.
     """
 
-    def __init__(self, url: str, name: str, queue: str | None = None, health: ServerHealth | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        queue: str | None = None,
+        health: ServerHealth | None = None,
+        *,
+        max_answer_s: float | None = None,
+    ) -> None:
         """`queue` is whose keys the commands name; a Cluster's node for no queue in particular is good for little else
-        than INFO. `name` labels log events, and `health` hears of all trouble.
+        than INFO. `name` labels log events, and `health` hears of all trouble. `max_answer_s`: how long an answer may
+        take, where that is less than the URL says.
 
         Raises StartupError where the URL can't be understood.
         """
-        self._route = Route(parse_address(url), queue)
+        address = parse_address(url)
+        if max_answer_s is not None:
+            address = replace(address, timeout_s=min(address.timeout_s, max_answer_s))
+        self._route = Route(address, queue)
         self._name = name
         self._health = health
         self._lock = asyncio.Lock()
