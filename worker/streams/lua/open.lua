@@ -89,12 +89,13 @@ if is_stale and record[2] ~= digest then
 end
 local covered = string.match(field(last_fields, 'n') or field(last_fields, 'from') or '', '^%d+$') or '0'
 if #covered > 15 then covered = '0' end
-local added = redis.pcall('XADD', reply_key, attempt .. '-0', 'e', 'open', 't', string.format('%.0f', now),
-  'worker', consumer, 'model', model, 'from', covered)
+local event = {'XADD', reply_key, attempt .. '-0', 'e', 'open', 't', string.format('%.0f', now),
+  'worker', consumer, 'model', model, 'from', covered}
+local added = redis.pcall(unpack(event))
 if added.err then
   -- Somebody typed an id above all attempts and removed that event again.
   if string.find(added.err, 'equal or smaller', 1, true) then return {'blocked', reply_key} end
-  return added
+  redis.call(unpack(event))  -- so that the error comes in the server's words, which 6.2 changes in what is returned
 end
 redis.call('PEXPIRE', reply_key, run_ttl)
 
