@@ -22,6 +22,7 @@ from ops.bench.parts import (
     checkpoint_path,
     model_option,
     num_threads_option,
+    start_engine,
 )
 from ops.bench.runs import spread
 from ops.bench.trace_run import TraceRun, TraceRunner
@@ -109,10 +110,6 @@ def _measure(
     trace: Trace, lengths: list[Lengths], num_blocks: int, need: int, values: dict[str, Any]
 ) -> tuple[list[ModeRuns], dict[str, Any]]:
     """An engine for each mode, built alike, and their runs by turns; what auto's engine found out about itself."""
-    from worker.openmp import limit_spinning
-
-    limit_spinning()  # as in a worker's engine process; torch is not imported before
-    from worker.engine_builder import build_engine
     from worker.engine_config import EngineConfig
 
     cache_dir = cache_folder(values["cache_dir"])
@@ -130,7 +127,7 @@ def _measure(
             preemption_mode=mode,
             num_threads=values["num_threads"],
         )
-        engine, info = build_engine(config)
+        engine, info = start_engine(config)
         if max(each.num_slots for each in lengths) >= info.max_model_len:
             raise BenchError(f"a request is longer than the context of {info.max_model_len} tokens: scale lengths down")
         runners[mode] = TraceRunner(engine)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ops.bench.errors import BenchError
+from ops.bench.parts import start_engine
 from ops.bench.recorder import Recorder
 from ops.bench.side import serve
 from scheduler.sampling_params import SamplingParams
@@ -46,12 +47,7 @@ class InProcessDriver:
 
     def start(self) -> EngineInfo:
         """See Driver."""
-        from worker.openmp import limit_spinning
-
-        limit_spinning()  # as in a worker's engine process; torch is not imported before
-        from worker.engine_builder import build_engine
-
-        self._engine, info = build_engine(self._config)
+        self._engine, info = start_engine(self._config)
         return info
 
     def drive(self, requests: list[EngineRequest], recorder: Recorder) -> None:

@@ -2,9 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
+
+from worker.openmp import limit_spinning
+
+if TYPE_CHECKING:
+    from worker.engine import Engine
+    from worker.engine_config import EngineConfig, EngineInfo
 
 T = TypeVar("T")
 
@@ -67,3 +73,11 @@ def checkpoint_path(model: str, cache_dir: Path) -> Path:
         return Path(model)
     with progress_reporter() as progress:
         return ensure_demo_model(cache_dir, progress)
+
+
+def start_engine(config: "EngineConfig") -> "tuple[Engine, EngineInfo]":
+    """An engine in this process, as a worker's engine process has it: call it before torch is imported."""
+    limit_spinning()
+    from worker.engine_builder import build_engine
+
+    return build_engine(config)
