@@ -14,7 +14,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if gate_up.ndim != 2 or gate_up.shape[1] % 2:
         raise KernelInputError(f"gate_up is {tuple(gate_up.shape)}; it must be [num_tokens, 2 * F]")
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    if not takes_rows(gate_up, size):
+    if not takes_rows("silu_and_mul", gate_up, size):
         gate, up = gate_up.chunk(2, dim=1)
         return torch.nn.functional.silu(gate) * up
     out = torch.empty((num_rows, size))

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import torch
 
-from kernels.dispatch import has_compiled, use_compiled
+from kernels.dispatch import KERNELS, has_compiled, use_compiled
 
 # Floats in one vector of the compiled kernels; a dimension that is no multiple of it goes to torch's operators.
 LANES = 16
 # Below this much work (bytes that a kernel reads and writes) waking a second thread costs more than it saves.
 MIN_BYTES_PER_THREAD = 128 << 10
+# Bodies that several kernels call, and those that belong to a kernel of another name.
+_SHARED = ("product", "run_on_pool", "help_pool")
+_KERNEL_OF = {"gather_rows": "linear"}
 
 
 @cache
@@ -57,9 +60,9 @@ def launch(name: str, arguments: tuple[int, ...], num_threads: int | None = None
     _run_body()(_address(name), arguments, torch.get_num_threads() if num_threads is None else num_threads)
 
 
-def takes_rows(x: torch.Tensor, num_columns: int) -> bool:
+def takes_rows(kernel: str, x: torch.Tensor, num_columns: int) -> bool:
     """True where a row-wise kernel can read x [rows, ...]: float32 on the CPU, adjacent columns in whole vectors."""
-    return use_compiled(x) and x.ndim == 2 and x.stride(1) == 1 and num_columns % LANES == 0
+    return use_compiled(kernel, x) and x.ndim == 2 and x.stride(1) == 1 and num_columns % LANES == 0
 
 
 def product_address() -> int:
@@ -74,12 +77,16 @@ def threads_for(num_bytes: int) -> int:
 
 def _needed(dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int) -> tuple[str, ...]:
     """Names of the bodies that such a model on the CPU calls."""
-    if not has_compiled() or dtype is not torch.float32:
+    if dtype is not torch.float32 or not any(has_compiled(kernel) for kernel in KERNELS):
         return ()
     from kernels.cpu.build import BODIES
 
     has_attention = head_dim % LANES == 0 and num_heads % num_kv_heads == 0
-    return tuple(name for name in BODIES if has_attention or name != "attention")
+    return tuple(
+        name
+        for name in BODIES
+        if (has_attention or name != "attention") and (name in _SHARED or has_compiled(_KERNEL_OF.get(name, name)))
+    )
 
 
 def set_cache_root(folder: Path | None) -> None:

@@ -1,14 +1,19 @@
-"""Which implementation a kernel call takes: the compiled one, or the one that is made of torch operators.
+"""Which implementation a kernel call takes: numba's on the CPU, Triton's on CUDA, or torch's own operators.
 
-    PAGEMILL_KERNELS   meaning
-    auto (default)     compiled where it applies (float32 on the CPU, numba installed), torch operators elsewhere
-    torch              torch operators everywhere
+    PAGEMILL_KERNELS              meaning
+    auto (default)                numba for what it computes on the CPU, Triton for what it computes on CUDA, torch's
+                                  operators for everything else
+    torch                         torch's operators everywhere
+    triton                        Triton wherever it can compute the call: on CUDA, and on the CPU under
+                                  TRITON_INTERPRET=1, which is for tests; torch's operators for everything else
+    attention=torch,sample=torch  one of these for each kernel named (`KERNELS`), auto for the others
 
-Every kernel asks `use_compiled(...)` on each call, so `implementation("torch")` switches a running process.
+Every kernel asks `use_compiled` and `use_triton` on each call, so `implementation("torch")` switches a running process.
 """
 
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Final
@@ -18,43 +23,83 @@ import torch
 from kernels.errors import KernelError
 
 ENV_VAR: Final = "PAGEMILL_KERNELS"
-CHOICES: Final = ("auto", "torch")
+CHOICES: Final = ("auto", "torch", "triton")
+KERNELS: Final = (
+    *("attention", "rope_and_write", "rms_norm", "silu_and_mul", "linear", "sample", "top_logprobs"),
+    *("block_copy", "checksum"),
+)
+
+log = logging.getLogger("pagemill.kernels")
 
 
-def _from_environment() -> str:
-    chosen = os.environ.get(ENV_VAR, "auto")
-    if chosen not in CHOICES:
-        raise KernelError(f"{ENV_VAR} is {chosen!r}; it must be one of {', '.join(CHOICES)}")
+def parse_choices(text: str) -> Mapping[str, str]:
+    """The choice for each of `KERNELS`, from a value of the environment variable.
+
+    Raises KernelError that names what is wrong with it.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    chosen = dict.fromkeys(KERNELS, "auto")
+    for part in parts:
+        kernel, is_named, choice = part.rpartition("=")
+        if choice not in CHOICES:
+            raise KernelError(f"{ENV_VAR} is {text!r}; {choice!r} must be one of {', '.join(CHOICES)}")
+        if is_named and kernel not in KERNELS:
+            raise KernelError(f"{ENV_VAR} is {text!r}; the kernels that it can name are {', '.join(KERNELS)}")
+        if not is_named and len(parts) > 1:
+            raise KernelError(f"{ENV_VAR} is {text!r}; a list names kernels, like attention=torch,sample=torch")
+        chosen.update({kernel: choice} if is_named else dict.fromkeys(KERNELS, choice))
     return chosen
 
 
 _HAS_NUMBA: Final = find_spec("numba") is not None
-_selected = _from_environment()
+_HAS_TRITON: Final = find_spec("triton") is not None
+# Triton itself reads the variable when it is imported, once and for all.
+IS_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "0") == "1"
+_selected = parse_choices(os.environ.get(ENV_VAR, "auto"))
+_told: set[tuple[str, str]] = set()
 
 
-def selected() -> str:
-    """The choice in force: "auto" or "torch"."""
-    return _selected
+def selected(kernel: str) -> str:
+    """The choice in force for a kernel of `KERNELS`: one of `CHOICES`."""
+    return _selected[kernel]
 
 
 @contextmanager
 def implementation(choice: str) -> Iterator[None]:
-    """Force a choice of `CHOICES` for the calls inside the block; for tests and for comparing the two."""
+    """Force a choice, written as in the environment variable, for the calls inside the block.
+
+    For tests, and for comparing implementations in one process.
+    """
     global _selected  # noqa: PLW0603 - one process-wide switch is the point
-    if choice not in CHOICES:
-        raise KernelError(f"{choice!r} is no implementation; choose one of {', '.join(CHOICES)}")
-    previous, _selected = _selected, choice
+    previous, _selected = _selected, parse_choices(choice)
     try:
         yield
     finally:
         _selected = previous
 
 
-def has_compiled() -> bool:
-    """True where compiled kernels exist and the switch does not turn them off."""
-    return _HAS_NUMBA and _selected == "auto"
+def has_compiled(kernel: str | None = None) -> bool:
+    """True where numba's kernel exists and the switch doesn't turn it off; without a name: where all of them do."""
+    names = KERNELS if kernel is None else (kernel,)
+    return _HAS_NUMBA and all(_selected[name] == "auto" for name in names)
 
 
-def use_compiled(tensor: torch.Tensor) -> bool:
-    """True where a call on `tensor` (and on its companions, of the same device and dtype) takes the compiled kernel."""
-    return has_compiled() and tensor.dtype is torch.float32 and tensor.device.type == "cpu"
+def use_compiled(kernel: str, tensor: torch.Tensor) -> bool:
+    """True where a call on `tensor` (and on its companions, of the same device and dtype) takes numba's kernel."""
+    return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and _HAS_NUMBA and _selected[kernel] == "auto"
+
+
+def use_triton(kernel: str, tensor: torch.Tensor) -> bool:
+    """True where a call on `tensor` takes Triton's kernel, if that computes such a call at all."""
+    if _selected[kernel] == "torch" or not _HAS_TRITON:
+        return False
+    if tensor.device.type == "cuda":
+        return True
+    return IS_INTERPRETED and _selected[kernel] == "triton" and tensor.device.type == "cpu"
+
+
+def tell_fallback(kernel: str, why: str) -> None:
+    """One log line, once a process, that calls of a kernel take a slower path, and why."""
+    if (kernel, why) not in _told:
+        _told.add((kernel, why))
+        log.warning("the %s kernel falls back to torch's operators: %s", kernel, why)

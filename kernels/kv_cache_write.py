@@ -61,7 +61,7 @@ def rope_and_write(
 
 def _can_launch(qkv: torch.Tensor, cos_sin: torch.Tensor, kv_cache: torch.Tensor) -> bool:
     return (
-        use_compiled(qkv)
+        use_compiled("rope_and_write", qkv)
         and kv_cache.dtype is torch.float32
         and qkv.stride(1) == 1
         and cos_sin.is_contiguous()

@@ -34,7 +34,7 @@ class PackedLinear:
         dtype = weight.dtype if dtype is None else dtype
         self.dtype = dtype
         self.out_features, self.in_features = weight.shape
-        self.is_packed = has_compiled() and dtype is torch.float32 and weight.device.type == "cpu"
+        self.is_packed = has_compiled("linear") and dtype is torch.float32 and weight.device.type == "cpu"
         self._plain_bias = None if bias is None else bias.to(dtype)
         if not self.is_packed:
             self._weight = weight.to(dtype).contiguous()
@@ -59,7 +59,7 @@ class PackedLinear:
             )
         if not self.is_packed:
             return torch.nn.functional.linear(x, self._weight, self._plain_bias)
-        if not has_compiled():  # switched off after the weights were laid out
+        if not has_compiled("linear"):  # switched off after the weights were laid out
             return torch.nn.functional.linear(x, self.weight(), self._plain_bias)
         return self._launch(x if x.stride(1) == 1 else x.contiguous())
 
@@ -87,7 +87,7 @@ class PackedLinear:
         if not self.is_packed:
             return torch.nn.functional.embedding(ids, self._weight)
         # Torch's indexing by a tensor would wake its own threads, which then spin in the way of ours for milliseconds.
-        if not has_compiled():
+        if not has_compiled("linear"):
             return torch.nn.functional.embedding(ids, self.weight())
         ids = ids.long().contiguous()
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.out_features:

@@ -113,7 +113,7 @@ def _can_launch(query: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMeta
     head_dim = query.shape[2]
     adjacent = (head_dim, 1)
     return (
-        use_compiled(query)
+        use_compiled("attention", query)
         and head_dim % LANES == 0
         and kv_cache.stride()[4:] == query.stride()[1:] == out.stride()[1:] == adjacent
         and meta.block_tables.dtype is meta.query_starts.dtype is meta.context_lens.dtype is torch.int32

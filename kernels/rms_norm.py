@@ -12,7 +12,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x [num_tokens, hidden], weight [hidden] of the same dtype; the mean is taken in float32. Returns a new tensor.
     """
     _check(x, weight)
-    if not takes_rows(x, x.shape[1]):
+    if not takes_rows("rms_norm", x, x.shape[1]):
         return torch.nn.functional.rms_norm(x, (x.shape[1],), weight, eps)
     return _launch(x, None, weight, eps)
 
@@ -25,7 +25,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     _check(x, weight)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise KernelInputError(f"residual is {residual.dtype} {tuple(residual.shape)}, x {x.dtype} {tuple(x.shape)}")
-    if not (takes_rows(x, x.shape[1]) and residual.stride(1) == 1):
+    if not (takes_rows("rms_norm", x, x.shape[1]) and residual.stride(1) == 1):
         residual.add_(x)
         return torch.nn.functional.rms_norm(residual, (x.shape[1],), weight, eps)
     return _launch(x, residual, weight, eps)

@@ -33,7 +33,7 @@ def sample(
         raise KernelInputError(
             f"logits are {tuple(logits.shape)} and vocab_limit is {vocab_limit}; it must lie in 1..vocab"
         )
-    if use_compiled(logits) and logits.stride(1) == 1:
+    if use_compiled("sample", logits) and logits.stride(1) == 1:
         return _launch(logits, temperature, top_k, top_p, seeds, positions, vocab_limit)
     return _sample_with_torch(logits[:, :vocab_limit], temperature, top_k, top_p, seeds, positions)
 

@@ -18,7 +18,7 @@ def top_logprobs(logits: torch.Tensor, k: int, vocab_limit: int) -> tuple[torch.
             f"logits are {tuple(logits.shape)}, vocab_limit is {vocab_limit} and k is {k}; vocab_limit must lie in "
             "1..vocab, and k be at least 1"
         )
-    if use_compiled(logits) and logits.stride(1) == 1:
+    if use_compiled("top_logprobs", logits) and logits.stride(1) == 1:
         return _launch(logits, k, vocab_limit)
     return _with_torch(logits[:, :vocab_limit].float(), k)
 

@@ -3,7 +3,7 @@
 import torch
 
 from kernels.compiled import LANES
-from kernels.dispatch import has_compiled, selected
+from kernels.dispatch import KERNELS, has_compiled, selected
 from model.config import ModelConfig
 
 
@@ -20,7 +20,8 @@ def batch_dependence(config: ModelConfig, dtype: torch.dtype, device: torch.devi
         name = str(dtype).removeprefix("torch.")
         return f"in {name} the results of torch's operators change with the number of rows: use --dtype float32"
     if not has_compiled():
-        cause = "PAGEMILL_KERNELS is torch: unset it" if selected() == "torch" else "numba is missing: install it"
+        is_off = any(selected(kernel) != "auto" for kernel in KERNELS)
+        cause = "PAGEMILL_KERNELS turns them off: unset it" if is_off else "numba is missing: install it"
         return f"the compiled kernels are not in use, since {cause}"
     sizes = {name: getattr(config, name) for name in ("hidden_size", "intermediate_size", "head_dim")}
     odd = [f"{name} {size}" for name, size in sizes.items() if size % LANES]

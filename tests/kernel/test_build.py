@@ -238,24 +238,48 @@ def test_without_numba_the_torch_operators_serve() -> None:
 
 
 def test_the_environment_can_choose_the_torch_operators() -> None:
-    code = "import torch; from kernels.dispatch import use_compiled; print(use_compiled(torch.zeros(1)))"
+    code = "import torch; from kernels.dispatch import use_compiled; print(use_compiled('linear', torch.zeros(1)))"
     assert run_python(code, PAGEMILL_KERNELS="torch").stdout.strip() == "False"
     wrong = run_python(code, PAGEMILL_KERNELS="fast")
     assert wrong.returncode != 0
-    assert "PAGEMILL_KERNELS is 'fast'; it must be one of auto, torch" in wrong.stderr
+    assert "PAGEMILL_KERNELS is 'fast'; 'fast' must be one of auto, torch, triton" in wrong.stderr
 
 
 def fail() -> None:
-    assert not use_compiled(torch.zeros(1))
+    assert not use_compiled("linear", torch.zeros(1))
     raise RuntimeError
 
 
 def test_the_switch_is_put_back_after_an_error() -> None:
-    before = selected()
+    before = selected("linear")
     with pytest.raises(RuntimeError), implementation("torch"):
         fail()
-    assert selected() == before
-    with pytest.raises(KernelError, match="no implementation"), implementation("fast"):
+    assert selected("linear") == before
+    with pytest.raises(KernelError, match="must be one of auto, torch, triton"), implementation("fast"):
+        pass
+
+
+def test_one_kernel_is_switched_without_the_others() -> None:
+    row = torch.zeros(1, 16)
+    with implementation("sample=torch,rms_norm=triton"):
+        assert not use_compiled("sample", row)
+        assert not use_compiled("rms_norm", row)
+        assert use_compiled("attention", row)
+        assert [selected(kernel) for kernel in ("sample", "rms_norm", "attention")] == ["torch", "triton", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("sampler=torch", "the kernels that it can name are attention, "),
+        ("torch,auto", "a list names kernels, like attention=torch"),
+        ("sample=", "'' must be one of"),
+        ("", "'' must be one of"),
+        ("=torch", "the kernels that it can name"),
+    ],
+)
+def test_a_wrong_choice_is_told(text: str, reason: str) -> None:
+    with pytest.raises(KernelError, match=reason), implementation(text):
         pass
 
 

@@ -53,7 +53,7 @@ def test_a_deterministic_engine_says_so_in_its_fingerprint(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"dtype": "bfloat16"}, "in bfloat16 .* use --dtype float32"), ({}, "PAGEMILL_KERNELS is torch: unset it")],
+    [({"dtype": "bfloat16"}, "in bfloat16 .* use --dtype float32"), ({}, "PAGEMILL_KERNELS turns them off: unset it")],
     ids=["bfloat16", "torch kernels"],
 )
 def test_an_engine_that_can_not_promise_it_does_not_start_if_it_must(
