@@ -96,7 +96,7 @@ def assert_each_queue_is_told_of(worker: WorkerProcess, queues: list[Queue]) -> 
     for queue in queues:
         (worker_id,) = queue.redis.call("ZRANGE", queue.keys.workers, 0, -1)
         assert queue.redis.hash(queue.keys.worker(worker_id.decode()))["queues"] == ",".join(names)
-        assert f'pagemill_jobs_total{{outcome="ok",queue="{queue.keys.queue}"}} 3.0' in page
+        assert f'pagemill_jobs_total{{outcome="done",queue="{queue.keys.queue}"}} 3.0' in page
         ids = {event["request_id"] for event in settled if event["queue"] == queue.keys.queue}
         assert {"same-normal", "same-low"} <= ids
 
