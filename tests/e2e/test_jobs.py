@@ -161,7 +161,7 @@ def test_a_running_job_is_cancelled(queue: Queue) -> None:
     queue.cancel(job_id)
     reply = queue.wait(job_id)
     assert reply.terminal["code"] == "cancelled"
-    assert reply.terminal["message"].startswith("cancelled: user left. If it is wanted")
+    assert reply.terminal["message"].startswith("called off: user left. If it is wanted")
     assert json.loads(reply.terminal["details"]) == {"where": "running"}
     assert time.monotonic() - started < 5
     queue.assert_settled()
