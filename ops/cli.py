@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 1
             if os.environ.get("PAGEMILL_DEBUG", "") not in ("", "0"):
                 raise
-            click.echo(f"pagemill: {one_line(error)}", err=True)
+            _tell(one_line(error))
             return 2
 
 
@@ -85,6 +85,15 @@ def _run(words: list[str]) -> int:
     code = pagemill.main(args=words, prog_name="pagemill", standalone_mode=False)
     sys.stdout.flush()
     return code if isinstance(code, int) else 0
+
+
+def _tell(why: str) -> None:
+    if "worker.logs" in sys.modules:  # else no log was set up
+        from worker.logs import say
+
+        say(f"pagemill: {why}", "command_failed", "error", error=why)
+    else:
+        click.echo(f"pagemill: {why}", err=True)
 
 
 def one_line(error: Exception) -> str:

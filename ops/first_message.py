@@ -16,6 +16,7 @@ from ops.streamed_text import print_reply
 from worker.client import AsyncClient
 from worker.embedded import URL_FILE
 from worker.errors import PagemillError
+from worker.logs import say
 from worker.settings import DEMO_MODEL, Settings, served_name
 from worker.streams.connection import Link
 from worker.streams.keys import QueueKeys
@@ -49,7 +50,7 @@ async def show_start(settings: Settings, message: str | None, metrics_url: str |
     except OutputError as error:
         discard_output()
         if not error.is_reader_gone:
-            click.echo(f"pagemill: {error}; the worker serves on", err=True)
+            say(f"pagemill: {error}; the worker serves on", "output_failed", "error", error=str(error))
 
 
 async def _exchange(settings: Settings, message: str) -> None:
@@ -62,11 +63,12 @@ async def _exchange(settings: Settings, message: str) -> None:
         click.echo(f"> {message}")
         reply = await print_reply(client, await client.submit(messages, lane="high", temperature=0))
         if reply.error is not None:
-            click.echo("the first message failed: {}: {}".format(*reply.error), err=True)
+            why = "{}: {}".format(*reply.error)
+            say(f"the first message failed: {why}", "first_message_failed", "error", error=why)
     except OutputError:
         raise
     except PagemillError as error:
-        click.echo(f"the first message got no reply: {error}", err=True)
+        say(f"the first message got no reply: {error}", "first_message_failed", "error", error=str(error))
     finally:
         await client.aclose()
 

@@ -1,4 +1,5 @@
-"""How far a long start has come: bars on a terminal, a few plain lines elsewhere. Both write to stderr.
+"""How far a long start has come: bars on a terminal, a few plain lines elsewhere, or events of the log where that is
+to be JSON. All write to stderr.
 
 A reporter is called with (stage, done, total) as often as its caller likes and from any thread. A stage is over when
 `done` reaches `total`; a `total` of 0 means that nobody knows how much there is.
@@ -11,8 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+import structlog
+
+from worker.logs import is_json
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+
+log = structlog.get_logger(__name__)
 
 # Seconds between two plain lines of one stage.
 _LINE_INTERVAL_S = 5.0
@@ -60,6 +67,14 @@ class PlainProgress:
         print(f"{stage}: {words}", file=self._stream, flush=True)
 
 
+class LoggedProgress(PlainProgress):
+    """The same as events of the log."""
+
+    def _tell(self, stage: str, words: str, now: float) -> None:
+        self._told[stage] = now
+        log.info("start_goes_on", stage=stage, progress=words)
+
+
 class BarProgress:
     """A bar for each stage, which stays as a line when its stage is over."""
 
@@ -84,6 +99,9 @@ class BarProgress:
 def progress_reporter(stream: TextIO | None = None) -> Iterator[ProgressReporter]:
     """A reporter for `stream` (stderr where left out); bars are taken down at the end of the block."""
     stream = stream or sys.stderr
+    if is_json():
+        yield LoggedProgress(stream)
+        return
     if not stream.isatty():
         yield PlainProgress(stream)
         return

@@ -1,7 +1,8 @@
-"""Writing what operators set for a queue, and waking the workers that it is for."""
+"""Writing what operators set for a queue, waking the workers that it is for, and whether there are any."""
 
 from collections.abc import Mapping
 
+from worker.errors import StartupError
 from worker.streams.connection import Link
 from worker.streams.keys import QueueKeys
 from worker.streams.queue_config import QueueConfig, parse_config
@@ -28,3 +29,15 @@ async def queue_config(link: Link, queue: str) -> QueueConfig:
 async def is_paused(link: Link, queue: str) -> bool:
     """Whether operators have paused a queue."""
     return (await queue_config(link, queue)).is_paused
+
+
+async def is_served(link: Link, queue: str) -> bool:
+    """Whether some worker's heartbeat has not expired; True where the registry can't be read, which says nothing."""
+    keys = QueueKeys(queue)
+    try:
+        names = await link.call("ZRANGE", keys.workers, 0, -1)
+    except StartupError:
+        return True
+    prefix = keys.worker("").encode()
+    alive = await link.batch([("EXISTS", prefix + name) for name in names]) if names else []
+    return any(answer == 1 for answer in alive)

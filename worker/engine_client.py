@@ -79,12 +79,13 @@ class EngineClient(Protocol):
     def kill(self) -> bool:
         """End the engine at once, whatever it does: whoever waits for it hears of its death.
 
-        False: it can't be ended, as it is a thread.
+        False: it is a thread, which can't be ended, and no successor may be started beside it. Its death is told of all
+        the same.
         """
         ...
 
     async def close(self) -> None:
-        """End the engine and wait until it is gone."""
+        """End the engine and wait until it is gone, as far as it can be ended."""
         ...
 
 
@@ -259,14 +260,15 @@ class InProcessEngine:
                 raise EngineDiedError(event.message, seq_ids=self._computing)
 
     def kill(self) -> bool:
-        """A thread can't be ended."""
+        """A thread can't be ended; what it still brings is not heard."""
+        self._events.put_nowait(Died("the engine hangs"))
         return False
 
     async def close(self) -> None:
-        """Stop the thread after the step that runs."""
+        """Stop the thread after the step that runs. One that hangs is left behind: it ends with the process."""
         if self._thread is not None:
             self._commands.put(Close())
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, CLOSE_GRACE_S)
             self._thread = None
 
 

@@ -51,11 +51,11 @@ class Home(Protocol):
         ...
 
     async def convict(self, job: Job, marks: Marks) -> None:
-        """End the job as poison."""
+        """End the job as poison, as soon as its server can be told."""
         ...
 
     async def let_go(self, job: Job) -> None:
-        """Give the job to a peer."""
+        """Give the job to a peer, as soon as its server can be told."""
         ...
 
 
@@ -276,18 +276,22 @@ class EngineGate:
         self._has_unwritten.set()
 
     async def run(self) -> None:
-        """Write the marks of jobs into their records, and do what had to wait for that. Runs until cancelled."""
-        while True:
-            await self._has_unwritten.wait()
-            self._has_unwritten.clear()
-            while self._unwritten:
-                job = next(iter(self._unwritten))
-                marks = self._unwritten.pop(job)
-                home = self._homes.get(job)
-                if home is not None and not job.is_over:
-                    await self._write(job, marks, home)
+        """Write the marks of jobs into their records, and do what had to wait for that. Runs until cancelled.
 
-    async def _write(self, job: Job, marks: Marks, home: Home) -> None:
+        A job that is convicted or given to a peer takes as long as its server does: the others don't wait for it.
+        """
+        async with asyncio.TaskGroup() as leaving:
+            while True:
+                await self._has_unwritten.wait()
+                self._has_unwritten.clear()
+                while self._unwritten:
+                    job = next(iter(self._unwritten))
+                    marks = self._unwritten.pop(job)
+                    home = self._homes.get(job)
+                    if home is not None and not job.is_over:
+                        await self._write(job, marks, home, leaving)
+
+    async def _write(self, job: Job, marks: Marks, home: Home, leaving: asyncio.TaskGroup) -> None:
         try:
             async with asyncio.timeout(self._patience_s):
                 is_ours = await home.record(job, marks)
@@ -299,9 +303,9 @@ class EngineGate:
         turn = self._turn
         if marks.is_poison:
             if is_ours:
-                await home.convict(job, marks)
+                leaving.create_task(home.convict(job, marks))
         elif job in self._let_go:
-            await home.let_go(job)
+            leaving.create_task(home.let_go(job))
         elif marks.is_alone and turn is not None and turn.job is job and not turn.is_recorded:
             self._begin_turn(turn)
 

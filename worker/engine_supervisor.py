@@ -84,8 +84,6 @@ class EngineSupervisor:
                     await self._restart(error)
                     continue
                 self._moved_s = self._clock()
-                if not self._was_ended:
-                    self._hung_for_s = 0.0
                 self._in_engine.difference_update(
                     output.seq_id for output in report.outputs if output.finish_reason is not None
                 )
@@ -138,12 +136,15 @@ class EngineSupervisor:
             log.info("sequences_preempted", num_swapped=num_swapped, num_recomputed=num_recomputed)
 
     async def _restart(self, error: EngineDiedError) -> None:
-        if self._was_ended:
-            words = f"the engine did no step for {self._hung_for_s:.0f} s while jobs ran, and was ended"
+        if self._hung_for_s:
+            fate = "was ended" if self._was_ended else "can't be ended, being a thread of the service"
+            words = f"the engine did no step for {self._hung_for_s:.0f} s while jobs ran, and {fate}"
             error = EngineDiedError(words, EngineEnd.HUNG, error.seq_ids)
         log.error("engine_died", error=str(error), end=error.end, memory=left(headroom()))
         self.is_up = False
         self._on_death(error)
+        if self._hung_for_s and not self._was_ended:
+            raise StartupError(f"{error}: start the worker again, best with engine_mode process, which replaces it")
         for attempt in range(MAX_STARTS):
             await self._engine.close()
             self._begin_start()

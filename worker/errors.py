@@ -70,7 +70,7 @@ MAX_REASON_CHARS = 256
 def cancelled(reason: str, where: str) -> JobError:
     """The error of a job that its client called off; `where` it was is queued or running."""
     shown = "".join(char if char.isprintable() else " " for char in reason[:MAX_REASON_CHARS])
-    why = f"cancelled: {shown}. If" if reason else "cancelled: if"
+    why = f"called off: {shown}. If" if reason else "called off: if"
     return JobError(
         ErrorCode.CANCELLED, f"{why} it is wanted after all, send it again with another id", {"where": where}
     )

@@ -99,6 +99,10 @@ class Intake:
             if writer is None:
                 await self._not_opened(entry, envelope, result)
                 return
+            if not self._links.leases.holds(entry):  # it was lost while the answer was under way
+                self._links.replies.discard(writer)
+                log.info("job_lost_while_it_opened", entry_id=entry.entry_id, lane=entry.lane)
+                return
             await self._opened(entry, envelope, result, writer, refusal)
 
     async def _refusal(self, entry: Entry, envelope: JobEnvelope) -> Refusal | None:
@@ -129,7 +133,7 @@ class Intake:
                 await self._keep_dead_letter(entry, ErrorCode.BAD_REQUEST)
                 await self._links.outcomes.drop(entry)
             case _:
-                self._links.leases.release(entry.key)
+                self._links.leases.forget(entry)
 
     async def _opened(
         self,

@@ -28,7 +28,8 @@ class JobTable:
 
     def remove(self, job: Job) -> None:
         """The job is settled, handed over, or somebody else's."""
-        self._by_entry.pop(job.entry.key, None)
+        if self._by_entry.get(job.entry.key) is job:  # the same entry may have been claimed, and opened, anew
+            del self._by_entry[job.entry.key]
         self._by_writer.pop(job.writer, None)
         self.leave_engine(job)
 

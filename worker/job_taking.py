@@ -153,9 +153,11 @@ class JobTaking:
         """A queue that isn't read is looked at once a second: jobs that are overdue or called off need no room."""
         if reader.doing is not Read.NONE or not (reader.queue.is_paused or self._num_free(now_s) <= 0):
             reader.unread_since_s = None
-        elif reader.unread_since_s is None:
+            return
+        if reader.unread_since_s is None:
             reader.unread_since_s = now_s
-        elif now_s - reader.unread_since_s >= self._look_every_s or reader.queue.links.oldest.is_due:
+        # A hint may have come while the last look was under way.
+        if now_s - reader.unread_since_s >= self._look_every_s or reader.queue.links.oldest.is_due:
             reader.unread_since_s = None
             self._start(reader, Read.LOOK, 0, now_s)
 
@@ -181,9 +183,10 @@ class JobTaking:
                 case Read.WAIT:
                     reader.found = await links.source.wait(block_ms)
                 case _:
-                    reader.found = await links.oldest.look()
+                    reader.found = await links.source.take_up() or await links.oldest.look()
         except StreamsError as error:
             tell(log, "queue_unread", error)
+            links.source.doubt()
             reader.doing, reader.num_seats, reader.is_empty = Read.BACKOFF, 0, False
             self._changed.set()
             await reader.backoff.wait()

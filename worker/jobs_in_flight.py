@@ -181,7 +181,7 @@ class JobsInFlight:
     def on_loss(self, entry: Entry, loss: Loss) -> None:
         """A lease turned out to be another's, or nobody's: then the job goes on, unless its reply says otherwise."""
         job = self._table.by_entry(entry.key)
-        if job is None:
+        if job is None or job.entry is not entry:  # not open yet, or a later claim's
             return
         if loss is Loss.LOST:
             self._gate.leave(job)
@@ -253,14 +253,13 @@ class JobsInFlight:
         stats = job.stats
         if stats is not None:
             self._metrics.first_scheduled(job.queue_ms() / 1000)
-        outcome = "ok" if job.outcome == "done" else job.outcome
-        self._metrics.job_settled(outcome, (finished_ms - job.times.enqueued_ms) / 1000, stats)
+        self._metrics.job_settled(job.outcome, (finished_ms - job.times.enqueued_ms) / 1000, stats)
 
     def _forget(self, job: Job) -> None:
         """The job is somebody else's now: nothing more is written, and it is not settled."""
         job.is_over = True
         self._links.replies.discard(job.writer)
-        self._links.leases.release(job.entry.key)
+        self._links.leases.forget(job.entry)
         self._remove(job)
 
     def _remove(self, job: Job) -> None:

@@ -30,7 +30,7 @@ def configure_logging(
     stream: TextIO | None = None,
 ) -> None:
     """Set logging up for this process; a second call replaces the first. `stream` is stderr where left out."""
-    handler = _StderrHandler() if stream is None else logging.StreamHandler(stream)
+    handler = _StderrHandler(log_format == "json") if stream is None else logging.StreamHandler(stream)
     is_terminal = (stream or sys.stderr).isatty()
     is_console = log_format == "console" or (log_format == "auto" and is_terminal)
     shared: list[Processor] = [
@@ -57,6 +57,20 @@ def configure_logging(
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(level.upper())
+
+
+def is_json() -> bool:
+    """Whether this process was told, with the format `json`, to write nothing but JSON to stderr."""
+    return any(isinstance(handler, _StderrHandler) and handler.is_json for handler in logging.getLogger().handlers)
+
+
+def say(words: str, event: str, level: str = "info", **values: Any) -> None:
+    """A line for people on stderr; where only JSON may stand there, the log's event of that name with `values`."""
+    if is_json():
+        get_logger().log(logging.getLevelNamesMapping()[level.upper()], event, **values)
+    else:
+        sys.stderr.write(f"{words}\n")
+        sys.stderr.flush()
 
 
 class LogLevel:
@@ -116,7 +130,14 @@ def _masked(value: Any) -> Any:
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to whatever stderr is at that moment: progress bars put their own in its place while they are shown."""
+    """Writes to whatever stderr is at that moment: progress bars put their own in its place while they are shown.
+
+    `is_json`: nothing but JSON may stand there.
+    """
+
+    def __init__(self, is_json: bool) -> None:
+        super().__init__()
+        self.is_json = is_json
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line. The stream is set by hand: setStream flushes the former one, which may be closed."""

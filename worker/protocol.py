@@ -27,12 +27,12 @@ from worker.protocol_envelope import (
 )
 from worker.protocol_fields import (
     BODY_FIELDS,
-    MAX_INT,
     NOT_YET_FIELDS,
     as_bool,
     as_bool_or_never,
     as_float,
     as_int,
+    as_int64,
     as_label,
     as_messages,
     as_text,
@@ -214,7 +214,7 @@ def _sampling_of(body: Mapping[str, Any]) -> SamplingParams:
             params[name] = as_float(name, body[name])
     for name in ("top_k", "max_tokens", "seed", "n", "best_of", "beam_width"):
         if name in body:
-            params[name] = as_int(name, body[name], -MAX_INT - 1, MAX_INT)
+            params[name] = as_int64(name, body[name])
     params["beam_width"] = params.get("beam_width") or 1
     if "early_stopping" in body:
         params["early_stopping"] = as_bool_or_never("early_stopping", body["early_stopping"])

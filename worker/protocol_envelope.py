@@ -88,9 +88,10 @@ def parse_envelope(
     is_id_malformed = id_given is not None and not NAME.fullmatch(id_given)
     if is_id_malformed:
         errors.append(bad_request("id must be 1 to 64 of A-Z a-z 0-9 _ -: send the job again with such an id, or none"))
-    if fields.get(b"v", VERSION) != VERSION:
+    if (version := fields.get(b"v", VERSION)) != VERSION:
+        given = shown(version.decode("utf-8", "replace"))
         errors.append(
-            JobError(ErrorCode.UNSUPPORTED_VERSION, "v is not a version known here: send v 1, or leave it out")
+            JobError(ErrorCode.UNSUPPORTED_VERSION, f"v is {given}, which is not known here: send v 1, or leave it out")
         )
     _check_size(fields, limits, errors)
     errors.extend(

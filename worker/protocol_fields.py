@@ -18,6 +18,8 @@ MAX_INT = 2**63 - 1
 MAX_LABEL_CHARS = 128
 ROLES = ("system", "developer", "user", "assistant")
 
+# Of a wrong value, in an error message.
+MAX_SHOWN_CHARS = 40
 # However long, so that a number out of range is told as that; Python reads no more than 4300 digits.
 _INT = re.compile(r"-?[0-9]{1,4000}")
 _FLOAT = re.compile(r"-?([0-9]{1,32}(\.[0-9]{0,32})?|\.[0-9]{1,32})([eE][+-]?[0-9]{1,3})?")
@@ -156,6 +158,13 @@ def as_int(name: str, value: Any, low: int, high: int) -> int:
     return value
 
 
+def as_int64(name: str, value: Any) -> int:
+    """A whole number that fits 64 bits; no bool, no float. Ranges are checked by whoever uses it."""
+    if type(value) is int and not -MAX_INT - 1 <= value <= MAX_INT:
+        raise bad_request(f"{name} is {shown(value)}: use a {'smaller' if value > 0 else 'larger'} whole number")
+    return as_int(name, value, -MAX_INT - 1, MAX_INT)
+
+
 def as_float(name: str, value: Any) -> float:
     """A number; no bool. Ranges are checked by whoever uses it."""
     if type(value) is not int and type(value) is not float:
@@ -205,8 +214,11 @@ def as_text_list(name: str, value: Any) -> tuple[str, ...]:
     """One string or a list of strings."""
     if type(value) is str:
         return (value,)
-    if type(value) is not list or any(type(item) is not str for item in value):
+    if type(value) is not list:
         raise bad_request(f"{name} is {kind_name(value)}: use one string or a list of strings")
+    for position, item in enumerate(value):
+        if type(item) is not str:
+            raise bad_request(f"{name} holds {shown(item)} at place {position}: use strings only")
     return tuple(value)
 
 
@@ -281,8 +293,15 @@ def kind_name(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A wrong value as an error message may show it: short, one line, no long user text."""
+    """A wrong value as an error message may show it: short, one line, no long user text, each quote closed."""
     if type(value) is int and abs(value) >= 10**20:
         return "a number of more than 20 digits"
     text = repr(value)
-    return text if len(text) <= 40 else f"{text[:36]}..."
+    if len(text) <= MAX_SHOWN_CHARS:
+        return text
+    if type(value) is not str:
+        return kind_name(value)
+    begin = value[:MAX_SHOWN_CHARS]
+    while len(text := repr(f"{begin}...")) > MAX_SHOWN_CHARS:
+        begin = begin[:-1]
+    return text

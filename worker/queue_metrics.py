@@ -58,7 +58,7 @@ class QueueMetrics:
         self._inter_token = metrics.inter_token.labels(queue)
         self._job_time = metrics.job_time.labels(queue)
         # So that each series is there from the start: a rate over a series that appears with its first count misses it.
-        for outcome in ("ok", str(ErrorCode.POISON)):
+        for outcome in ("done", str(ErrorCode.POISON)):
             metrics.jobs.labels(queue, outcome)
         for why in ("duplicate", "conflict"):
             metrics.not_begun.labels(queue, why)
@@ -74,7 +74,7 @@ class QueueMetrics:
         self._metrics.not_begun.labels(self._queue, why).inc()
 
     def job_settled(self, outcome: str, job_s: float | None = None, stats: SequenceStats | None = None) -> None:
-        """Count a job: `outcome` is `ok` or an error code, `job_s` the seconds since its XADD.
+        """Count a job: `outcome` is `done` or an error code, `job_s` the seconds since its XADD.
 
         `stats` is what its sequence cost, where it got as far as the engine.
         """

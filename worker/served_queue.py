@@ -154,7 +154,7 @@ class ServedQueue:
             await self.jobs.hand_over(job)
         except StreamsError as error:
             log.error("hand_over_failed", **job.log_ids, error=str(error))
-            self.links.leases.release(job.entry.key)
+            self.links.leases.forget(job.entry)
 
     async def close(self) -> None:
         """Close the connections."""

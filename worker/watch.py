@@ -125,7 +125,7 @@ class Watch:
         config = parse_config(fields)
         self._problems.tell(config)
         if config != self.config:
-            log.info("queue_config_changed", is_paused=config.is_paused, max_depth=config.max_depth)
+            log.info("queue_config_changed", **config.changes(self.config))
         self._links.admission.configure(config)
         self._links.oldest.max_depth = self._own_max_depth if config.max_depth is None else config.max_depth
         self._links.source.lanes.use(config.lane_weights)

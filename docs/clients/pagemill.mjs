@@ -81,19 +81,22 @@ export class Reply {
   }
 }
 
-/** Jobs and replies of one queue. Throws PagemillError; `retryMs` is how long a lost connection is waited for. */
+/** Jobs and replies of one queue. Throws PagemillError; `retryMs` is how long a lost connection is waited for, `goneMs`
+ *  how long a job whose reply has begun may have neither record nor reply before it is given up. */
 export class Client {
   #url;
   #queue;
   #retryMs;
+  #goneMs;
   #movedTo = null;
   #connection = null; // a promise, so that calls at the same time share it
 
-  constructor(url, queue, { retryMs = 30_000 } = {}) {
+  constructor(url, queue, { retryMs = 30_000, goneMs = 60_000 } = {}) {
     if (!/^[A-Za-z0-9_.-]{1,64}$/.test(queue)) throw new PagemillError("bad_request", `no queue's name: ${queue}`);
     this.#url = url;
     this.#queue = queue;
     this.#retryMs = retryMs;
+    this.#goneMs = goneMs;
   }
 
   /** Puts a job on the queue and answers its id. A string is completed as it stands, an array is chat messages; null:
@@ -140,6 +143,8 @@ export class Client {
     let last = after;
     let misfit = null;
     let isInDoubt = true;
+    let hasBegun = last !== START;
+    let goneSince = null;
     const restart = () => {
       last = START;
       held = 0;
@@ -175,9 +180,12 @@ export class Client {
           continue;
         }
         if (answer === null) {
-          await this.#checkAlive(id, key, deadline);
+          if ((await this.#checkAlive(id, key, deadline)) || !hasBegun) goneSince = null;
+          else if (Date.now() - (goneSince ??= Date.now()) >= this.#goneMs) throw replyLost(id, UNKNOWN);
           continue;
         }
+        hasBegun = true;
+        goneSince = null;
         for (const event of answer[0][1].map(toEvent)) {
           if (!fits(event, held)) {
             if (misfit === event.id) {
@@ -246,14 +254,20 @@ export class Client {
     return Object.fromEntries(pairs(flat));
   }
 
-  /** Throws where neither the job's record nor its reply gives hope that anything will come. */
+  /** Whether the job has a record or a reply. Throws where that, or its absence, gives no hope that anything comes. */
   async #checkAlive(id, key, deadline) {
     const { status } = await this.#record(id);
-    if (status === undefined ? Date.now() <= deadline : status === "running" || status === "queued") return;
-    if ((await this.#call(["XLEN", key])) > 0) return;
-    const why = status === undefined ? "is unknown, or its reply has expired" : `ended (${status}), and its reply is gone`;
-    throw new PagemillError("reply_lost", `job ${id} ${why}: send it again`, { retryable: true });
+    const hasReply = (await this.#call(["XLEN", key])) > 0;
+    const isHopeful = status === undefined ? Date.now() <= deadline : status === "running" || status === "queued";
+    if (!isHopeful && !hasReply) throw replyLost(id, status === undefined ? UNKNOWN : `ended (${status}), and its reply is gone`);
+    return status !== undefined || hasReply;
   }
+}
+
+const UNKNOWN = "is unknown, or its reply has expired";
+
+function replyLost(id, why) {
+  return new PagemillError("reply_lost", `job ${id} ${why}: send it again`, { retryable: true });
 }
 
 /** Waits between tries, up to `retryMs` in all; throws what can't pass. */
@@ -428,17 +442,34 @@ function asField(value) {
   return JSON.stringify(value);
 }
 
-// node pagemill.mjs submit QUEUE PROMPT [NAME VALUE]... | stream QUEUE ID [LAST_ID] | status QUEUE ID | cancel QUEUE ID
-// REDIS_URL is the server, RETRY_S how long it is waited for, LIMIT_S the job's own time limit, both in seconds.
-async function main([command, queue, subject, ...rest]) {
-  const { REDIS_URL = "redis://localhost:6379", RETRY_S = "30" } = process.env;
-  const client = new Client(REDIS_URL, queue ?? "", { retryMs: 1000 * Number(RETRY_S) });
+const USAGE = `node pagemill.mjs submit QUEUE PROMPT [NAME VALUE]...   puts a job on the queue, prints its id; '' is no prompt
+node pagemill.mjs stream QUEUE ID [LAST_ID]             prints the reply as it comes, from behind LAST_ID on
+node pagemill.mjs status QUEUE ID                       queued, running, done, an error's code, or unknown
+node pagemill.mjs cancel QUEUE ID [REASON]              asks for an end, wherever the job is`;
+
+/** Whether a command has as many words behind its subject as it may. */
+function isUsage([command, queue, subject, ...rest]) {
+  if (!queue || subject === undefined) return false;
+  if (command === "submit") return rest.length % 2 === 0;
+  return rest.length <= { stream: 1, status: 0, cancel: 1 }[command];
+}
+
+// REDIS_URL is the server; in seconds: RETRY_S how long it is waited for, LIMIT_S the job's own time limit, GONE_S how
+// long a job that was begun may have neither record nor reply.
+async function main(words) {
+  if (!isUsage(words)) {
+    console.error(USAGE);
+    process.exitCode = 64;
+    return;
+  }
+  const [command, queue, subject, ...rest] = words;
+  const { REDIS_URL = "redis://localhost:6379", RETRY_S = "30", GONE_S = "60" } = process.env;
+  const client = new Client(REDIS_URL, queue, { retryMs: 1000 * Number(RETRY_S), goneMs: 1000 * Number(GONE_S) });
   try {
     if (command === "submit") console.log(await client.submit(subject || null, Object.fromEntries(pairs(rest))));
     else if (command === "status") console.log((await client.status(subject)) ?? "unknown");
-    else if (command === "cancel") await client.cancel(subject);
-    else if (command === "stream") await show(client, subject, rest[0]);
-    else throw new PagemillError("bad_request", "use submit, stream, status or cancel");
+    else if (command === "cancel") await client.cancel(subject, rest[0]);
+    else await show(client, subject, rest[0]);
   } finally {
     client.close();
   }

@@ -9,11 +9,12 @@
 # REDIS_URL  the server (redis://localhost:6379)     REDIS_CLI  the program (redis-cli; valkey-cli does as well)
 # RETRY_S    seconds to wait for a server (30)       LIMIT_S    the job's own time limit, in seconds (none)
 # LANE       high, normal or low                     JOB_ID     an id of one's own (a random one)
+# GONE_S     seconds after which a begun job of which neither record nor reply is left is given up (60)
 #
 # Exit codes: 0, 1 the job failed, 2 the server can't be used, 3 there is no reply to wait for, 64 wrong words.
 set -u
 
-: "${REDIS_URL:=redis://localhost:6379}" "${REDIS_CLI:=redis-cli}" "${RETRY_S:=30}" "${LIMIT_S:=}"
+: "${REDIS_URL:=redis://localhost:6379}" "${REDIS_CLI:=redis-cli}" "${RETRY_S:=30}" "${LIMIT_S:=}" "${GONE_S:=60}"
 
 separator=$'\x1f'
 is_in_doubt=
@@ -120,12 +121,18 @@ check_last() {
 # Nothing came for a while: is there any hope?
 check_hope() {
   status_of "$1" "$2"
-  case $status in
-    queued | running) return ;;
-    unknown) [[ -n $LIMIT_S ]] && ((SECONDS >= LIMIT_S)) || return 0 ;;
-  esac
   ask XLEN "$key"
-  [[ $answer != 0 ]] || give_up 3 "reply_lost: job $2 is $status, and there is no reply: send it again"
+  if [[ $status == queued || $status == running || $answer != 0 ]]; then
+    gone_since=
+    return
+  fi
+  # Without a record it may still wait in its lane, but not for longer than it may, and not if its reply has begun.
+  if [[ $status == unknown ]] && { [[ -z $LIMIT_S ]] || ((SECONDS < LIMIT_S)); }; then
+    [[ -n $has_begun ]] || return 0
+    : "${gone_since:=$SECONDS}"
+    ((SECONDS - gone_since >= GONE_S)) || return 0
+  fi
+  give_up 3 "reply_lost: job $2 is $status, and there is no reply: send it again"
 }
 
 # What the job's record says, as `status`.
@@ -143,8 +150,8 @@ status_of() {
 
 stream() {
   key="pagemill:{$1}:reply:$2" last=${3:-0-0} held='' others=()
-  local misfit='' came before
-  [[ $last != 0-0 ]] || held=0
+  local misfit='' came before has_begun=1 gone_since=''
+  [[ $last != 0-0 ]] || held=0 has_begun=
   check_last
   while true; do
     before=$last
@@ -161,7 +168,7 @@ stream() {
       check_hope "$1" "$2"
       continue
     fi
-    answer=$came
+    answer=$came has_begun=1 gone_since=
     split_answer
     at=1 # behind the key
     while ((at < ${#words[@]})); do

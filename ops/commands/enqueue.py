@@ -6,14 +6,13 @@ from typing import Any
 
 import click
 
+from ops.queue_control import is_served
 from ops.server import client_settings, find_server, run_on_link, server_options
 from ops.streamed_text import print_reply
 from ops.utf8 import as_utf8, decode_utf8
 from worker.client import AsyncClient, Prompt
 from worker.errors import StartupError
 from worker.reply_events import Reply
-from worker.streams.connection import Link
-from worker.streams.keys import QueueKeys
 
 
 @click.command()
@@ -57,7 +56,7 @@ def command(
         as_utf8(name, word)
     fields = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     job = {name: value for name, value in fields.items() if value is not None} | _extra_fields(pairs)
-    if not run_on_link(url, lambda link: _count_workers(link, settings.queue), settings.queue):
+    if not run_on_link(url, lambda link: is_served(link, settings.queue), settings.queue):
         click.echo(f"No worker serves queue {settings.queue} now; the job waits for one. Ctrl-C cancels it.", err=True)
     prompt = text if raw else _chat(system, text)
     try:
@@ -104,15 +103,3 @@ def _extra_fields(pairs: tuple[str, ...]) -> dict[str, str]:
             raise StartupError(f"--field {pair!r}: {name} is set by {OWN_OPTIONS[name]}")
         fields[name] = value
     return fields
-
-
-async def _count_workers(link: Link, queue: str) -> int:
-    """Workers in the registry whose heartbeat has not expired; 1 where it can't be read, which says nothing."""
-    keys = QueueKeys(queue)
-    try:
-        names = await link.call("ZRANGE", keys.workers, 0, -1)
-    except StartupError:
-        return 1
-    prefix = keys.worker("").encode()
-    alive = await link.batch([("EXISTS", prefix + name) for name in names]) if names else []
-    return sum(1 for answer in alive if answer == 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ops.queue_control import is_paused
+from ops.queue_control import is_paused, is_served
 from ops.server import client_settings, find_server, run_on_link, server_options
 from ops.tables import age, print_queues_table
 from worker.streams.connection import Link
@@ -32,6 +32,8 @@ def command(queue: str | None, redis_url: str | None, data_dir: str | None, limi
         some_lanes, some_jobs, ended = run_on_link(url, partial(_look, queue=name), name)
         if run_on_link(url, partial(is_paused, queue=name), name):
             click.echo(f"Queue {name} is paused: `pagemill resume --queue {name}` lets it go on", err=True)
+        if not run_on_link(url, partial(is_served, queue=name), name):
+            click.echo(f"No worker serves queue {name} now", err=True)
         lanes += ([name, *row] for row in some_lanes)
         jobs += ([name, *row] for row in some_jobs[:limit])
         outcomes += ([name, *row] for row in sorted(ended.items()))

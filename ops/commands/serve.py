@@ -16,7 +16,7 @@ from ops.settings_doc import accepted_by
 from ops.stopping import clearing_up
 from worker.embedded import EmbeddedServer
 from worker.errors import StartupError
-from worker.logs import configure_logging
+from worker.logs import configure_logging, is_json, say
 from worker.settings import DEMO_MODEL, Settings, load_settings, misspelt_variables, shown_default
 from worker.settings_words import env_name, flag_name
 
@@ -45,7 +45,8 @@ def _serve(first_message: str | None, **flags: Any) -> None:
     settings = load_settings({name: value for name, value in flags.items() if value is not None})
     configure_logging(settings.log_level, settings.log_format)
     for variable, meant in misspelt_variables():
-        click.echo(f"pagemill: {variable} is not a setting; did you mean {meant}?", err=True)
+        words = f"pagemill: {variable} is not a setting; did you mean {meant}?"
+        say(words, "variable_misspelt", "warning", variable=variable, meant=meant)
     try:
         with progress_reporter() as progress:
             model_path = find_model(settings, progress)
@@ -60,7 +61,7 @@ def _serve(first_message: str | None, **flags: Any) -> None:
 
 
 def _tell_stopped() -> None:
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and not is_json():
         click.echo("Stopped.", err=True)
 
 
@@ -108,7 +109,7 @@ def tell_stop(num_jobs: int, is_again: bool, settings: Settings) -> None:
         grace = f"{jobs} may take {settings.shutdown_grace_s:g} s more. Ctrl-C again ends now"
         words = "Stopping now" if is_again else f"Stopping: {grace}"
         words += "; what is unfinished stays in the queue."
-    click.echo(f"\n{words}", err=True)
+    say(f"\n{words}", "stop_asked_for", num_jobs=num_jobs, is_again=is_again, message=words)
 
 
 def find_model(settings: Settings, progress: ProgressReporter) -> Path:

@@ -220,6 +220,24 @@ def num_refused(queue: Queue) -> int:
     return int(found[1]) if found else 0
 
 
+def test_a_begun_job_that_is_wholly_gone_is_given_up_though_it_had_no_limit(sample: Sample, queue: Queue) -> None:
+    write(queue, opened(7), token("7-1", "one", [1], 1))
+    reading = sample.read("job", GONE_S="1")
+    reading.wait_for("7-1")
+    queue.redis.call("DEL", queue.keys.reply("job"))
+    assert reading.end() != 0
+    assert reading.complaint.startswith("reply_lost: job job is unknown")
+
+
+@pytest.mark.parametrize("words", ["", "stream", "stream q", "submit q hello max_tokens", "status q a b", "dance q a"])
+def test_wrong_words_are_answered_with_the_right_ones(sample: Sample, words: str) -> None:
+    ran = subprocess.run(
+        [*sample.command, *words.split()], env=sample._environment({}), capture_output=True, timeout=60, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (64, b"")
+    assert b"submit QUEUE PROMPT [NAME VALUE]..." in ran.stderr
+
+
 def test_what_nobody_knows_is_given_up_past_the_jobs_time_limit(sample: Sample, queue: Queue) -> None:
     unknown = sample.read("job", LIMIT_S="1")
     queue.redis.call("HSET", queue.keys.state("gone"), "status", "done")

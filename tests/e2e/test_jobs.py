@@ -161,7 +161,7 @@ def test_a_running_job_is_cancelled(queue: Queue) -> None:
     queue.cancel(job_id)
     reply = queue.wait(job_id)
     assert reply.terminal["code"] == "cancelled"
-    assert reply.terminal["message"].startswith("cancelled: user left. If it is wanted")
+    assert reply.terminal["message"].startswith("called off: user left. If it is wanted")
     assert json.loads(reply.terminal["details"]) == {"where": "running"}
     assert time.monotonic() - started < 5
     queue.assert_settled()
@@ -274,7 +274,7 @@ def test_metrics_and_health_are_served(served: tuple[WorkerProcess, Queue]) -> N
     assert status == 200
     for name in ("sequences_running", "sequences_waiting", "kv_usage_ratio", "preemptions_total", "tokens_total"):
         assert f"pagemill_{name}" in body
-    assert float(next(line.split()[-1] for line in body.splitlines() if 'outcome="ok"' in line)) >= 1
+    assert float(next(line.split()[-1] for line in body.splitlines() if 'outcome="done"' in line)) >= 1
     assert worker.get("/healthz")[0] == 200
     assert worker.get("/readyz")[0] == 200
 

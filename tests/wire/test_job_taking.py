@@ -3,6 +3,7 @@
 import asyncio
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
@@ -13,10 +14,12 @@ from tests.servers.groups import Served
 from tests.wire.light_workers import LightWorker, at_once
 from tests.wire.resp import RespClient
 from tests.wire.workers import eventually
+from worker import job_taking
 from worker.errors import ErrorCode
 from worker.lane_weights import LaneWeights
+from worker.streams import jobs, overload
 from worker.streams.errors import ConnectionLostError
-from worker.streams.keys import LANES, QueueKeys
+from worker.streams.keys import GROUP, LANES, QueueKeys
 from worker.streams.leases import Entry
 
 
@@ -320,6 +323,94 @@ async def test_a_queue_that_was_away_for_long_gets_its_share_and_no_more(
         await eventually(lambda: len(worker.started) >= first + 60, 30)
     counts = Counter(queue for queue, _ in worker.started[first : first + 60])
     assert counts[names[0]] == pytest.approx(30, rel=0.1)
+
+
+def deliver(client: RespClient, queue: str, consumer: str = "w") -> None:
+    """A job that a worker is given, and doesn't hear of."""
+    lane = QueueKeys(queue).jobs("normal")
+    client.call("XADD", lane, "*", "prompt", "x")
+    client.call("XREADGROUP", "GROUP", GROUP, consumer, "COUNT", 1, "STREAMS", lane, ">")
+
+
+@pytest.mark.parametrize("why", ["full", "paused"])
+async def test_what_never_arrived_is_taken_up_by_a_worker_that_reads_nothing(
+    valkey_url: str, names: list[str], client: RespClient, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Nobody else is given it before its lease ends."""
+    monkeypatch.setattr(jobs, "RECONCILE_EVERY_S", 0.1)
+    if why == "paused":
+        client.call("HSET", QueueKeys(names[0]).config, "paused", 1)
+    gate = Gate()
+    async with LightWorker(valkey_url, names[:1], gate, num_seats=1, lease_ms=600) as worker:
+        if why == "full":
+            add(client, names[0], 1)
+            await eventually(lambda: len(worker.started) == 1)
+        num_before = len(worker.started)
+        deliver(client, names[0])
+        await eventually(lambda: len(worker.started) > num_before)
+        assert worker.started[-1][1].deliveries == 1
+        gate.is_open.set()
+
+
+async def test_after_a_lost_answer_what_it_brought_is_taken_up_before_its_lease_ends(
+    valkey_url: str, names: list[str], client: RespClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = LightWorker(valkey_url, names[:1], at_once, num_seats=1, lease_ms=6000)
+    source = worker.queues[0].links.source
+    really = source.take_at_once
+
+    async def lose_the_first(room: int) -> list[Entry]:
+        monkeypatch.setattr(source, "take_at_once", really)
+        deliver(client, names[0])
+        raise ConnectionLostError("the answer was lost, by the test")
+
+    monkeypatch.setattr(source, "take_at_once", lose_the_first)
+    async with worker:
+        await until_done(worker, 1)
+    assert worker.started[0][1].deliveries == 1, "it was not reclaimed"
+
+
+@pytest.mark.parametrize("when", ["between looks", "while it looks"])
+async def test_a_hint_has_a_full_worker_look_at_once_whenever_it_comes(
+    valkey_url: str, names: list[str], client: RespClient, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    monkeypatch.setattr(overload, "LOOK_S", 3600.0)  # but for hints it would never look
+    monkeypatch.setattr(job_taking, "LOOK_EVERY_S", 3600.0)
+    keys, gate, may_end = QueueKeys(names[0]), Gate(), asyncio.Event()
+    worker = LightWorker(valkey_url, names[:1], gate, num_seats=1, lease_ms=3_600_000)
+    oldest = worker.queues[0].links.oldest
+    oldest._looked_at = dict.fromkeys(LANES, time.monotonic())
+    really, num_looks = oldest.look, 0
+
+    async def look_and_wait() -> list[Entry]:
+        nonlocal num_looks
+        found = await really()
+        num_looks += 1
+        await may_end.wait()
+        return found
+
+    monkeypatch.setattr(oldest, "look", look_and_wait)
+
+    def call_off(job_id: str) -> None:
+        client.call("SET", keys.cancel(job_id), "user left", "EX", 86400)
+        client.call("XADD", keys.control, "*", "op", "cancel", "id", job_id)
+
+    async with worker:
+        add(client, names[0], 1, id="runs")
+        await eventually(lambda: len(worker.started) == 1)
+        await eventually(lambda: worker.queues[0].links.control._last_id is not None)
+        for job_id in ("first", "second"):
+            add(client, names[0], 1, id=job_id)
+        if when == "between looks":
+            may_end.set()
+        call_off("first")
+        await eventually(lambda: num_looks >= 1)
+        call_off("second")
+        await eventually(lambda: bool(oldest._hinted["normal"]) or num_looks >= 2)
+        may_end.set()
+        await eventually(lambda: len(worker.started) == 3)
+        assert [entry.must_end for _, entry in worker.started] == [None, *[ErrorCode.CANCELLED] * 2]
+        gate.is_open.set()
 
 
 async def test_a_full_worker_ends_overdue_jobs_of_all_queues(

@@ -15,6 +15,8 @@ log = structlog.get_logger(__name__)
 
 # A tenant whose jobs are all running is asked for again after so long: one may have ended at another worker.
 RECHECK_MS = 250
+# How often tenants whose waiting is over are forgotten, asked for or not, in seconds.
+FORGET_EVERY_S = 1.0
 # What a rejected job is told where nobody knows when one of its tenant's jobs ends.
 RETRY_MS = 1000
 
@@ -36,6 +38,7 @@ class Admission:
         self._lease_ms = lease_ms
         self._run_ttl_ms = run_ttl_ms
         self._blocked_until: dict[str, float] = {}
+        self._forget_at_s = 0.0
         self._limits: dict[str, TenantLimits] = {}
         self.config = QueueConfig()
 
@@ -70,8 +73,16 @@ class Admission:
             self._blocked_until.pop(lot, None)
             return None
         if limits.over == "wait":
-            self._blocked_until[lot] = time.monotonic() + (wait_ms or RECHECK_MS) / 1000
+            self._block(lot, (wait_ms or RECHECK_MS) / 1000)
         return Refusal(verdict, wait_ms or RETRY_MS, limits.over == "reject")
+
+    def _block(self, lot: str, wait_s: float) -> None:
+        """A tenant has to wait. Nobody asks again for one whose waiting jobs were all called off."""
+        now_s = time.monotonic()
+        if now_s >= self._forget_at_s:
+            self._forget_at_s = now_s + FORGET_EVERY_S
+            self._blocked_until = {lot: until for lot, until in self._blocked_until.items() if until > now_s}
+        self._blocked_until[lot] = now_s + wait_s
 
     async def ended(self, envelope: JobEnvelope, num_tokens: int) -> None:
         """A job was settled: its tenant pays for its tokens, and another of its jobs may begin."""

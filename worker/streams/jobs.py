@@ -118,6 +118,13 @@ class JobSource:
         until = time.monotonic() + self._options.scan_ms / 1000
         self._timers.quiet_until = max(self._timers.quiet_until, until)
 
+    def doubt(self) -> None:
+        """The answer to a read was lost, and maybe what it brought: look for that as soon as it can't be on its way any
+        more, which is well before its lease ends.
+        """
+        shows_s = time.monotonic() + self._options.lease_ms / 3000
+        self._timers.next_reconcile = min(self._timers.next_reconcile, shows_s)
+
     async def take(self, room: int) -> list[Entry]:
         """Entries for a worker with `room` (at least 1) free places; waits up to `block_ms` if there are none."""
         return await self.take_at_once(room) or await self.wait(self._options.block_ms)
@@ -178,6 +185,18 @@ class JobSource:
         self.stats.num_reclaimed += len(entries)
         return entries
 
+    async def take_up(self) -> list[Entry]:
+        """What was delivered to this worker and never arrived, if it is time to look for it. It needs no room: nobody
+        else is given it before its lease ends.
+        """
+
+        async def look() -> list[Entry]:
+            if await self._is_new_connection() or time.monotonic() < self._timers.next_reconcile:
+                return []
+            return await self.reconcile()
+
+        return await self._with_groups(look)
+
     async def reconcile(self, min_idle_ms: int | None = None) -> list[Entry]:
         """Entries pending under our name that we don't hold: the answer to their delivery was lost.
 
@@ -195,19 +214,25 @@ class JobSource:
 
     async def _overdue(self, room: int) -> list[Entry]:
         """The scans whose time has come."""
-        now = time.monotonic()
-        if not self._link.is_up or self._link.generation != self._generation:
-            # After an outage every entry looks dead: the living need time to renew before anybody reclaims.
-            await self.ensure_groups()
-            self._generation = self._link.generation
-            self._timers.quiet_until = now + self._options.lease_ms / 3000
+        if await self._is_new_connection():
             return []
+        now = time.monotonic()
         entries: list[Entry] = []
         if now >= max(self._timers.next_scan, self._timers.quiet_until):
             entries = await self.reclaim(room)
         if not entries and now >= self._timers.next_reconcile:
             entries = await self.reconcile()
         return entries
+
+    async def _is_new_connection(self) -> bool:
+        """Whether the connection is another than at the last look; then nothing is looked for at once."""
+        if self._link.is_up and self._link.generation == self._generation:
+            return False
+        # After an outage every entry looks dead: the living need time to renew before anybody reclaims.
+        await self.ensure_groups()
+        self._generation = self._link.generation
+        self._timers.quiet_until = time.monotonic() + self._options.lease_ms / 3000
+        return True
 
     async def _read_lanes(self, room: int) -> list[Entry]:
         """The quick read, which doesn't wait: the first lane in weighted order that has something."""

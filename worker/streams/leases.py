@@ -96,6 +96,19 @@ class Leases:
             self._held.pop(key, None)
         self._orphaned.discard(key)
 
+    def forget(self, entry: Entry) -> None:
+        """This delivery is ours no more; where the same entry was claimed anew, that claim stays."""
+        if self.holds(entry):
+            self.release(entry.key)
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether this delivery is under renewal, and not a later one of the same entry."""
+        return self._held.get(entry.key) is entry
+
+    def held(self, key: EntryKey) -> Entry | None:
+        """The delivery of an entry that is under renewal."""
+        return self._held.get(key)
+
     def is_held(self, key: EntryKey) -> bool:
         """Whether the entry is under renewal."""
         return key in self._held
@@ -125,7 +138,7 @@ class Leases:
         """Acts on what a renewal has found: calls `on_loss`."""
         for entry, loss in losses:
             # Released while the answer was on its way, taken anew even, or told before.
-            if self._held.get(entry.key) is not entry or (loss is Loss.ORPHANED and entry.key in self._orphaned):
+            if not self.holds(entry) or (loss is Loss.ORPHANED and entry.key in self._orphaned):
                 continue
             if loss is Loss.LOST:
                 self.release(entry.key)

@@ -11,7 +11,7 @@ from worker.streams.connection import Backoff, Link
 from worker.streams.errors import ConnectionLostError, ServerError
 from worker.streams.health import tell
 from worker.streams.keys import QueueKeys, lot_of
-from worker.streams.leases import Entry, EntryKey, Leases
+from worker.streams.leases import Entry, Leases
 from worker.streams.scripts import Scripts, SettleStatus
 
 log = structlog.get_logger(__name__)
@@ -47,6 +47,7 @@ class Outcomes:
 
         `outcome` is `done`, an error code, or "" to leave the record's; `keep_prompt` where a dead letter names it.
         """
+        held = self._held(envelope)
         status = await self._persist(
             lambda: self._scripts.settle(
                 envelope.lane,
@@ -58,7 +59,7 @@ class Outcomes:
                 record=record,
             )
         )
-        self._release((envelope.lane, envelope.entry_id))
+        self._release(held)
         return status
 
     async def blame(self, envelope: JobEnvelope, *, crashes: int, solo: int, is_alone: bool) -> SettleStatus:
@@ -71,8 +72,9 @@ class Outcomes:
 
     async def drop(self, entry: Entry) -> bool:
         """Takes a duplicate or a conflict off the queue and touches nothing of the first entry's."""
+        held = self._leases.held(entry.key)
         is_done = await self._persist(lambda: self._scripts.drop(entry.lane, entry.entry_id))
-        self._release(entry.key)
+        self._release(held)
         return is_done
 
     async def hand_over(self, envelope: JobEnvelope, *, wait_ms: int | None = None) -> SettleStatus:
@@ -82,13 +84,14 @@ class Outcomes:
         GONE: no peer can take it, so it is still held, and has to end here.
         """
         idle_ms = 10 * self._lease_ms if wait_ms is None else max(0, self._lease_ms - wait_ms)
+        held = self._held(envelope)
         status = await self._persist(
             lambda: self._scripts.hand_over(
                 envelope.lane, envelope.entry_id, envelope.id, idle_ms=idle_ms, is_urgent=wait_ms is None
             )
         )
         if status is not SettleStatus.GONE:
-            self._release((envelope.lane, envelope.entry_id))
+            self._release(held)
         return status
 
     async def put_aside(self, envelope: JobEnvelope) -> None:
@@ -96,6 +99,7 @@ class Outcomes:
 
         It has been idle for no time there, and is touched before it looks dead (see `Backlog`).
         """
+        held = self._held(envelope)
         await self._persist(
             lambda: self._scripts.hand_over(
                 envelope.lane,
@@ -106,10 +110,15 @@ class Outcomes:
                 consumer=lot_of(envelope.tenant.encode()),
             )
         )
-        self._release((envelope.lane, envelope.entry_id))
+        self._release(held)
 
-    def _release(self, key: EntryKey) -> None:
-        self._leases.release(key)
+    def _held(self, envelope: JobEnvelope) -> Entry | None:
+        return self._leases.held((envelope.lane, envelope.entry_id))
+
+    def _release(self, held: Entry | None) -> None:
+        """What was held when the server was asked: by now the entry may have come anew, from whoever got it."""
+        if held is not None:
+            self._leases.forget(held)
         self.on_released()
 
     async def _persist(self, call: Callable[[], Awaitable[_Answer]]) -> _Answer:

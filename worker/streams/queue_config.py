@@ -10,6 +10,7 @@ A value that can't be used counts as not set, and an unknown field changes nothi
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from dataclasses import fields as fields_of
 from typing import Any, Literal
 
 import structlog
@@ -66,7 +67,8 @@ class Problem:
 class QueueConfig:
     """The operators' settings of one queue. None: not set, so the worker's own setting holds.
 
-    `tenants` has what is set for a tenant by name, over what is set for `*`: ask `tenant`.
+    `tenants` has what is set for a tenant by name, over what is set for `*`: ask `tenant`. Two configs are equal where
+    the same holds, whatever can't be used in them.
     """
 
     max_depth: int | None = None
@@ -75,11 +77,22 @@ class QueueConfig:
     log_level: LogLevel | None = None
     drained_workers: frozenset[str] = frozenset()
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[Problem, ...] = field(default=(), compare=False)
 
     def tenant(self, name: str) -> TenantLimits:
         """The limits of a tenant. A job without one has the empty name."""
         return self.tenants.get(name) or self.tenants.get(ANY_TENANT, NO_LIMITS)
+
+    def changes(self, before: "QueueConfig") -> dict[str, Any]:
+        """What holds now and didn't `before`, for the log: of tenants and of workers told to stop only the names."""
+        values = {each.name: getattr(self, each.name) for each in fields_of(self) if each.compare}
+        changed = {name: value for name, value in values.items() if value != getattr(before, name)}
+        if "drained_workers" in changed:
+            changed["drained_workers"] = sorted(self.drained_workers)
+        if "tenants" in changed:
+            names = self.tenants.keys() | before.tenants.keys()
+            changed["tenants"] = sorted(name for name in names if self.tenants.get(name) != before.tenants.get(name))
+        return changed
 
 
 def parse_config(fields: Mapping[str, str]) -> QueueConfig:

@@ -1,5 +1,6 @@
 """The command line as a whole: help, versions, mistakes and exit codes."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,12 +12,15 @@ import pytest
 
 from ops.cli import COMMANDS
 from ops.cli import pagemill as group
+from ops.commands.serve import tell_stop
 from ops.server import own_command
 from tests.conftest import server_command
 from tests.e2e.workers import eventually
+from tests.logging_state import logging_restored
 from tests.unit.cli.conftest import Pagemill
 from worker.embedded import EmbeddedServer, is_in_use
-from worker.settings import Settings, shown_default
+from worker.logs import configure_logging
+from worker.settings import Settings, load_settings, shown_default
 from worker.settings_words import env_name, flag_name
 
 
@@ -185,3 +189,24 @@ def test_this_program_is_named_as_a_shell_here_finds_it(monkeypatch: pytest.Monk
     (tmp_path / "pagemill").unlink()
     (tmp_path / "pagemill").touch(mode=0o755)
     assert own_command() == str(scripts / "pagemill")
+
+
+def test_where_the_log_is_json_every_line_on_stderr_is(pagemill: Pagemill, tmp_path: Path) -> None:
+    """What was misspelt, how far a start is, and why there is none."""
+    words = ("serve", "--model", str(tmp_path), "--log-format", "json", "--data-dir", str(tmp_path / "data"))
+    result = pagemill(*words)
+    assert result.code == 2
+    events = [json.loads(line) for line in result.err.splitlines()]
+    assert [event["event"] for event in events][-1] == "command_failed"
+    assert "start_goes_on" in [event["event"] for event in events]
+    assert str(tmp_path) in events[-1]["error"]
+
+
+@pytest.mark.parametrize("is_again", [False, True])
+def test_a_stop_is_told_as_json_where_the_log_is(capsys: pytest.CaptureFixture[str], is_again: bool) -> None:
+    with logging_restored():
+        configure_logging("info", "json")
+        tell_stop(2, is_again, load_settings({}))
+    (line,) = capsys.readouterr().err.splitlines()
+    event = json.loads(line)
+    assert (event["event"], event["num_jobs"], event["is_again"]) == ("stop_asked_for", 2, is_again)

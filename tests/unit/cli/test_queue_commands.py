@@ -252,7 +252,8 @@ def test_what_was_put_back_waits_as_what_nobody_has_read(pagemill: Pagemill, ser
     server.hset(KEYS.config, "paused", "1")
     result = pagemill("jobs")
     assert "normal\t4\t1\t" in result.out
-    assert result.err == "Queue smollm2 is paused: `pagemill resume --queue smollm2` lets it go on\n"
+    paused = "Queue smollm2 is paused: `pagemill resume --queue smollm2` lets it go on\n"
+    assert result.err == f"{paused}No worker serves queue smollm2 now\n"
 
 
 def test_pause_resume_and_drain_write_the_config_and_give_a_hint(pagemill: Pagemill, server: Server) -> None:
@@ -267,6 +268,15 @@ def test_pause_resume_and_drain_write_the_config_and_give_a_hint(pagemill: Pagem
     unknown = pagemill("drain", "w2")
     assert (unknown.code, unknown.out) == (2, "")
     assert "queue smollm2 has no worker 'w2': `pagemill workers` lists those it has" in unknown.err
+
+
+@pytest.mark.parametrize("words", ["jobs", "pause", "resume"])
+def test_a_queue_that_nobody_serves_is_told(pagemill: Pagemill, server: Server, words: str) -> None:
+    assert pagemill(words).err == "No worker serves queue smollm2 now\n"
+    server.zadd(KEYS.workers, {"w1": time.time() * 1000})
+    assert pagemill(words).err.startswith("No worker serves"), "its heartbeat has expired"
+    server.hset(KEYS.worker("w1"), "model", "smollm2")
+    assert "No worker" not in pagemill(words).err
 
 
 def test_workers_shows_the_registry_and_what_each_says(pagemill: Pagemill, server: Server) -> None:

@@ -148,3 +148,11 @@ def is_running(pid: int) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     return False
+
+
+async def test_a_thread_that_is_to_be_ended_is_told_of_as_dead_and_goes_on(config: EngineConfig) -> None:
+    engine = InProcessEngine(config)
+    assert not engine.kill()
+    with pytest.raises(EngineDiedError, match="hangs"):
+        await engine.next_report()
+    await engine.close()

@@ -17,6 +17,7 @@ from worker.engine_config import EngineInfo
 from worker.engine_end import EngineEnd
 from worker.engine_messages import StepReport
 from worker.engine_supervisor import EngineSupervisor
+from worker.errors import StartupError
 
 INFO = EngineInfo(512, 64, 16, 8, 320, 4096, "cpu", "float32", "print", 1)
 
@@ -130,16 +131,16 @@ class QuietEngine(ScriptedEngine):
         return report
 
     def kill(self) -> bool:
-        if self.is_thread:
-            return False
         self.was_killed = True
         self.may_start.set()
         self.reports.put_nowait(None)
-        return True
+        return not self.is_thread
 
 
 class Followed:
     """A supervisor that follows quiet engines."""
+
+    following: "asyncio.Task[None]"
 
     def __init__(self) -> None:
         self.engines: list[QuietEngine] = []
@@ -171,11 +172,10 @@ async def followed() -> AsyncIterator[Followed]:
     followed = Followed()
     followed.engines[0].may_start.set()
     await followed.supervisor.start()
-    following = asyncio.create_task(followed.supervisor.follow())
+    followed.following = asyncio.create_task(followed.supervisor.follow())
     yield followed
-    following.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await following
+    followed.following.cancel()
+    await asyncio.wait({followed.following})
 
 
 async def test_an_engine_that_has_work_and_does_no_step_is_ended_and_replaced(followed: Followed) -> None:
@@ -191,19 +191,19 @@ async def test_an_engine_that_has_work_and_does_no_step_is_ended_and_replaced(fo
     assert followed.supervisor.last_report is None
 
 
-async def test_an_engine_that_can_not_be_ended_is_told_of_each_time_it_hangs(followed: Followed) -> None:
-    """A thread: its worker loses its leases, and goes on with whatever is left once it moves again."""
+async def test_an_engine_that_hangs_and_can_not_be_ended_ends_its_worker(followed: Followed) -> None:
+    """A thread: its jobs go to peers, and no second engine is started beside it."""
     (engine,) = followed.engines
     engine.is_thread = True
     followed.supervisor.add(REQUEST)
     with capture_logs() as logs:
-        for num_told in (1, 2):
-            await followed.until(lambda num_told=num_told: len(logs) == num_told)  # type: ignore[misc]
-            assert followed.supervisor.seconds_since_step() > WATCHDOG_S
-            engine.reports.put_nowait(StepReport((), STATS, StepTimes()))
-            await followed.until(lambda: followed.supervisor.seconds_since_step() < WATCHDOG_S)
-    assert [(entry["event"], entry["was_ended"]) for entry in logs] == [("engine_hung", False)] * 2
-    assert followed.deaths == []
+        await followed.until(followed.following.done)
+    assert [entry["event"] for entry in logs] == ["engine_hung", "engine_died"]
+    assert [death.end for death in followed.deaths] == [EngineEnd.HUNG]
+    assert len(followed.engines) == 1
+    error = followed.following.exception()
+    assert isinstance(error, StartupError)
+    assert "engine_mode process" in str(error)
 
 
 async def test_an_idle_engine_is_never_hung_and_its_first_work_has_the_whole_time(followed: Followed) -> None:

@@ -105,7 +105,7 @@ def test_jobs_are_counted_by_outcome_with_their_tokens_and_times(metrics: Worker
         finished_s=1.0,
     )
     jobs = metrics.of_queue("q")
-    jobs.job_settled("ok", 1.0, stats)
+    jobs.job_settled("done", 1.0, stats)
     jobs.job_settled("bad_request", 0.01)
     jobs.job_settled("abandoned")
     jobs.set_jobs_held(5)
@@ -115,7 +115,7 @@ def test_jobs_are_counted_by_outcome_with_their_tokens_and_times(metrics: Worker
     jobs.first_token(-0.5)
     jobs.inter_token(0.03)
     read = page(metrics)
-    outcomes, kinds = ("ok", "bad_request", "abandoned"), ("prompt", "generated", "cached")
+    outcomes, kinds = ("done", "bad_request", "abandoned"), ("prompt", "generated", "cached")
     assert [read[f"pagemill_jobs_total,outcome={name},queue=q"] for name in outcomes] == [1, 1, 1]
     assert [read[f"pagemill_tokens_total,kind={kind},queue=q"] for kind in kinds] == [30, 12, 16]
     assert read["pagemill_jobs_held,queue=q"] == 5
@@ -131,10 +131,10 @@ def test_jobs_are_counted_by_outcome_with_their_tokens_and_times(metrics: Worker
 
 
 def test_each_queue_has_series_of_its_own(metrics: WorkerMetrics) -> None:
-    metrics.of_queue("q").job_settled("ok", 1.0)
+    metrics.of_queue("q").job_settled("done", 1.0)
     metrics.of_queue("other").set_jobs_held(3)
     read = page(metrics)
-    assert [read[f"pagemill_jobs_total,outcome=ok,queue={queue}"] for queue in ("q", "other")] == [1, 0]
+    assert [read[f"pagemill_jobs_total,outcome=done,queue={queue}"] for queue in ("q", "other")] == [1, 0]
     assert [read[f"pagemill_jobs_held,queue={queue}"] for queue in ("q", "other")] == [0, 3]
     assert [read[f"pagemill_job_seconds_count,queue={queue}"] for queue in ("q", "other")] == [1, 0]
 
@@ -171,14 +171,14 @@ def test_series_are_there_before_anything_happens(metrics: WorkerMetrics) -> Non
     read = page(metrics)
     assert read["pagemill_preemptions_total,mode=swap"] == 0
     assert read["pagemill_swapped_bytes_total,way=out"] == read["pagemill_swap_damaged_blocks_total"] == 0
-    assert read["pagemill_jobs_total,outcome=ok,queue=q"] == 0
+    assert read["pagemill_jobs_total,outcome=done,queue=q"] == 0
     assert read["pagemill_worker_info,model=smollm2,queue=q,other,version=0.1.0,worker_id=w1"] == 1
 
 
 def test_two_workers_in_one_process_dont_mix(metrics: WorkerMetrics) -> None:
     other = WorkerMetrics(worker_id="w2", queues=["q"], model="smollm2", version="0.1.0")
-    metrics.of_queue("q").job_settled("ok")
-    assert page(other)["pagemill_jobs_total,outcome=ok,queue=q"] == 0
+    metrics.of_queue("q").job_settled("done")
+    assert page(other)["pagemill_jobs_total,outcome=done,queue=q"] == 0
 
 
 class Checks:

@@ -283,9 +283,38 @@ async def test_who_goes_on_after_its_turn_for_want_of_others_is_not_alone_any_mo
 async def test_an_engine_that_hung_loses_all_its_jobs_once_their_records_are_right(bench: Bench) -> None:
     a, _ = bench.enter("a", "waited")
     await bench.die(a, end=EngineEnd.HUNG)
-    await bench.until_logged("a: 1/0", "a: let go", "waited: 0/0", "waited: let go")
+    await bench.until_logged("a: 1/0", "waited: 0/0", "a: let go", "waited: let go")
     bench.restart()
     assert bench.home.inside == []
+
+
+@pytest.mark.parametrize("what", ["convict", "let_go"])
+async def test_who_leaves_while_its_server_is_away_keeps_nobody_waiting(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Neither jobs of other queues nor those of its own."""
+
+    async def wait(*_: object) -> None:
+        bench.home.log.append(f"{what} waits")
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(bench.home, what, wait)
+    if what == "convict":
+        waiting = make_job("a", crashes=2)
+        waiting.solo = 1
+        bench.enter("b")
+        turn = asyncio.create_task(bench.gate.wait_turn(waiting, bench.home))
+        await bench.until(turn.done)
+        bench.gate.enter(waiting, bench.home)
+        await bench.die(waiting)
+        bench.restart()
+        (c,) = bench.enter("c")
+        await bench.die(c)
+        await bench.until_logged("a: 2/1 alone", "a: 3/2", "convict waits", "c: 1/0")
+    else:
+        a, b = bench.enter("a", "b")
+        await bench.die(a, b, end=EngineEnd.HUNG)
+        await bench.until_logged("a: 1/0", "b: 1/0", "let_go waits", "let_go waits")
 
 
 async def test_a_suspect_whose_turn_does_not_come_hears_so(bench: Bench) -> None:

@@ -97,3 +97,18 @@ def test_a_problem_is_logged_once_and_again_when_it_comes_back() -> None:
     assert [(entry["event"], entry["field"], entry["value"], entry["accepted"]) for entry in logs] == [
         ("queue_config_ignored", "paused", "yes", "use 1 or 0")
     ] * 2
+
+
+def test_what_changed_is_told_and_what_can_not_be_used_changes_nothing() -> None:
+    before = parse_config({"max_depth": "10", "tenant:a:rate": "1", "tenant:b:rate": "1"})
+    garbage = parse_config({"max_depth": "10", "tenant:a:rate": "1", "tenant:b:rate": "1", "nonsense": "x"})
+    assert garbage == before
+    assert garbage.problems
+    assert garbage.changes(before) == {}
+    after = parse_config({"paused": "1", "tenant:a:rate": "2", "tenant:b:rate": "1", "drain:w": "1"})
+    assert after.changes(before) == {
+        "max_depth": None,
+        "is_paused": True,
+        "drained_workers": ["w"],
+        "tenants": ["a"],
+    }
