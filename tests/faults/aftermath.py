@@ -1,12 +1,34 @@
 """What the server holds of a queue when all is over, read without the proxy."""
 
 import asyncio
+import time
 from collections.abc import Sequence
+from typing import Any
 
 from tests.faults.history import Aftermath, Event
 from tests.wire.resp import pairs
-from worker.streams.connection import Link
+from worker.streams.connection import Backoff, Command, Link
+from worker.streams.errors import ConnectionLostError
 from worker.streams.keys import GROUP, LANES, QueueKeys
+
+PATIENCE_S = 60.0
+
+
+class Auditor(Link):
+    """Only asks, so it may ask again: on a machine with too much to do, an answer that comes late is no finding."""
+
+    def __init__(self, url: str, queue: str | None = None) -> None:
+        super().__init__(url, "auditor", queue)
+
+    async def batch(self, commands: Sequence[Command], *, generation: int | None = None) -> list[Any]:
+        backoff, deadline_s = Backoff(1.0), time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return await super().batch(commands, generation=generation)
+            except ConnectionLostError:
+                if time.monotonic() > deadline_s:
+                    raise
+                await backoff.wait()
 
 
 async def until_settled(server: Link, queue: str) -> None:

@@ -23,7 +23,7 @@ import structlog
 
 from tests.conftest import SERVER_BINARIES, server_command
 from tests.faults.adversary import Adversary
-from tests.faults.aftermath import read_aftermath, until_settled
+from tests.faults.aftermath import Auditor, read_aftermath, until_settled
 from tests.faults.checker import Promise, Violation, check
 from tests.faults.clients import Clients
 from tests.faults.fleet import Crew, Fleet
@@ -32,7 +32,6 @@ from tests.faults.proxy import Proxy
 from tests.faults.server import FaultyServer
 from tests.faults.workload import Job, RealOracle, ScriptedOracle, make_jobs
 from tests.tiny_checkpoint import write_tiny_checkpoint
-from worker.streams.connection import Link
 
 JOBS_PER_S = 5
 # Of a run's time: start, and the end when nothing disturbs any more.
@@ -170,7 +169,7 @@ class _Half:
 
     async def calm_down(self, settle_s: float, outcome: Outcome) -> None:
         """Undisturbed, everything ends by itself; what doesn't in time is for the checker to say."""
-        server = Link(self._server.url, "auditor")
+        server = Auditor(self._server.url)
         await self._until_finished()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settle_s):
@@ -214,7 +213,7 @@ class _Half:
         await self._server.stop()
 
     async def _after_crash(self) -> None:
-        server = Link(self._server.url, "auditor")
+        server = Auditor(self._server.url)
         for clients in self._clients.values():
             await clients.send_forgotten(server)
         await server.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import server_command
-from tests.faults.aftermath import read_aftermath, until_settled
+from tests.faults.aftermath import Auditor, read_aftermath, until_settled
 from tests.faults.checker import Promise, Violation, check
 from tests.faults.clients import Clients
 from tests.faults.fleet import Crew, Fleet
@@ -19,7 +19,6 @@ from tests.faults.history import History, What
 from tests.faults.proxy import Proxy
 from tests.faults.workload import ScriptedOracle, make_jobs
 from tests.servers.groups import NUM_SLOTS, ClusterGroup, SentinelGroup, Served, slot_of
-from worker.streams.connection import Link
 
 NUM_JOBS = 40
 # Jobs are sent for so long, and the blow falls in the middle.
@@ -40,7 +39,7 @@ class Trial:
         self.fleet = Fleet(Crew(2, step_ms=(10,)), queue, model, group.url, Proxy(), folder, self.rng)
         self._jobs = make_jobs(self.rng, ScriptedOracle(model), NUM_JOBS, "job")
         self.history.expected = {job.job_id: job.expected for job in self._jobs}
-        self._auditor = Link(group.url, "auditor", queue)
+        self._auditor = Auditor(group.url, queue)
 
     async def run(self, strike: Callable[[], Awaitable[None]], promise: Promise) -> list[Violation]:
         """Serve, `strike` half-way, and judge when all has ended."""

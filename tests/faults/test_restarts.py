@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from tests.e2e.workers import Queue, eventually
-from tests.faults.aftermath import read_aftermath, until_settled
+from tests.faults.aftermath import Auditor, read_aftermath, until_settled
 from tests.faults.checker import Promise, check
 from tests.faults.clients import Clients
 from tests.faults.history import History
 from tests.faults.scripted import ScriptedWorker
 from tests.faults.workload import ScriptedOracle, make_jobs
-from worker.streams.connection import Link
 from worker.streams.keys import LANES
 
 # The longest that a client may have to wait, here: nothing else is broken.
@@ -86,7 +85,7 @@ async def until_judged(url: str, queue: Queue, clients: Clients, history: Histor
     """Wait for all clients, then judge what each of them saw, and what is left on the server."""
     async with asyncio.timeout(PATIENCE_S):
         await clients.finish()
-        server = Link(url, "auditor")
+        server = Auditor(url)
         await until_settled(server, queue.keys.queue)
     aftermath = await read_aftermath(server, [queue.keys.queue])
     await server.close()
