@@ -10,8 +10,12 @@ from kernels.dispatch import IS_INTERPRETED, has_compiled, implementation
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test of `kernels_in_use` that is marked `triton`, or whose module is, runs on one implementation more."""
-    if "kernels_in_use" in metafunc.fixturenames:
+    """A test of `kernels_in_use` that is marked `triton`, or whose module is, runs on one implementation more.
+
+    A test may name the implementations itself, too.
+    """
+    named = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "kernels_in_use" in metafunc.fixturenames and "kernels_in_use" not in named:
         has_triton = metafunc.definition.get_closest_marker("triton") is not None
         metafunc.parametrize(
             "kernels_in_use", ["compiled", "torch", *(["triton"] if has_triton else [])], indirect=True
