@@ -8,8 +8,6 @@ import pkgutil
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,19 +57,8 @@ class Compiled:
     num_matrix_instructions: int
 
 
-@contextmanager
-def _target(capability: int) -> Iterator[None]:
-    driver = triton.runtime.driver
-    previous = driver._active
-    driver.set_active(_NamesTarget(capability))
-    try:
-        yield
-    finally:
-        driver._active = previous
-
-
 def compile_case(case: Case, capability: int) -> list[Compiled]:
-    """Compile what the case launches, for this capability (90 is sm_90). Nothing runs.
+    """Compile what the case launches, for this capability (90 is sm_90). Nothing runs, nor can it later in the process.
 
     Raises KernelError under the interpreter, where nothing can be compiled.
     """
@@ -83,29 +70,39 @@ def compile_case(case: Case, capability: int) -> list[Compiled]:
         binary = kernel.warmup(*args, grid=grid, **options)
         compiled.append(_examined(kernel.__name__, binary, capability))
 
-    with _target(capability), launching_by(compile_only):
+    triton.runtime.driver.set_active(_NamesTarget(capability))
+    with launching_by(compile_only):
         case.run()
     return compiled
 
 
 def _examined(name: str, binary: Any, capability: int) -> Compiled:
-    """Registers and spills are what ptxas says of the PTX: the binary itself would have to be loaded to tell them."""
     ptx: str = binary.asm["ptx"]
-    target = re.search(r"^\.target\s+(sm_\w+)", ptx, re.MULTILINE)
-    assert target is not None, "PTX names its target"
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
+        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
-        command = [get_ptxas(capability).path, "-v", f"--gpu-name={target[1]}", str(source), "-o", f"{folder}/cubin"]
-        told = subprocess.run(command, capture_output=True, text=True, check=True)
-    report = told.stdout + told.stderr
+        cubin.write_bytes(binary.asm["cubin"])
+        usage = _output(triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin))
+        spill_bytes = 0
+        # What is spilled lies in the stack. Only ptxas tells how much, and takes as long as it took to compile.
+        if max(_numbers(r"STACK:(\d+)", usage)):
+            target = re.search(r"^\.target\s+(sm_\w+)", ptx, re.MULTILINE)
+            assert target is not None, "PTX names its target"
+            ptxas = get_ptxas(capability).path
+            told = _output(ptxas, "-v", f"--gpu-name={target[1]}", str(source), "-o", str(cubin))
+            spill_bytes = sum(_numbers(r"(\d+) bytes spill (?:stores|loads)", told))
     return Compiled(
         kernel=name,
-        num_registers=max(_numbers(r"Used (\d+) registers", report)),
-        spill_bytes=sum(_numbers(r"(\d+) bytes spill (?:stores|loads)", report)),
+        num_registers=max(_numbers(r"REG:(\d+)", usage)),
+        spill_bytes=spill_bytes,
         shared_bytes=binary.metadata.shared,
         num_matrix_instructions=len(_MATRIX.findall(ptx)),
     )
+
+
+def _output(*command: str) -> str:
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    return told.stdout + told.stderr
 
 
 def _numbers(pattern: str, text: str) -> list[int]:
