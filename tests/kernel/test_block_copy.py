@@ -23,7 +23,7 @@ def made(block_shape: tuple[int, ...], dtype: torch.dtype = torch.float32, num_b
     numbers = (
         memory.view(dtype) if (num_bytes + 24) % dtype.itemsize == 0 else memory[:, :num_bytes].clone().view(dtype)
     )
-    return numbers[:, : num_bytes // dtype.itemsize].unflatten(1, block_shape)
+    return numbers[:, : num_bytes // dtype.itemsize].view(num_blocks, *block_shape)
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -59,7 +59,7 @@ def test_nothing_around_the_staging_buffer_is_touched() -> None:
     assert same_bits(staging, kv_cache[1:4])
     assert red_zones.isnan().all()
     memory = torch.full((40, 30), torch.nan)
-    scatter_blocks(staging, torch.tensor([2, 0, 1]), memory[10:13].unflatten(1, (1, 2, 3, 1, 5)))
+    scatter_blocks(staging, torch.tensor([2, 0, 1]), memory[10:13].view(3, 1, 2, 3, 1, 5))
     assert same_bits(memory[10:13].flatten(), kv_cache[torch.tensor([2, 3, 1])].flatten())
     assert torch.cat((memory[:10], memory[13:])).isnan().all()
 
