@@ -88,6 +88,7 @@ _COUNT = click.IntRange(min=1)
 @click.option("--jobs", type=_COUNT, help="Jobs after which the server's memory is compared.  [default: 10000]")
 @click.option("--in-flight", type=_COUNT, help="Jobs of the worker that is killed.  [default: 50]")
 @click.option("--lease-ms", type=click.IntRange(min=300), help="Lease of that worker.  [default: 5000]")
+@click.option("--with-model", is_flag=True, help="Kill a worker that computes, too: two engines at once, for minutes.")
 @click.option("--cache-dir", envvar=CACHE_VARIABLE, help="Folder of the demo model.")
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON to this file as well."
@@ -98,6 +99,7 @@ def command(
     jobs: int | None,
     in_flight: int | None,
     lease_ms: int | None,
+    with_model: bool,
     cache_dir: str | None,
     json_file: Path | None,
 ) -> None:
@@ -115,7 +117,7 @@ def command(
         in_flight or preset.num_in_flight,
         lease_ms or preset.lease_ms,
     )
-    report = run_bench(checkpoint_path(model, cache_folder(cache_dir)), sizes)
+    report = run_bench(checkpoint_path(model, cache_folder(cache_dir)), sizes, has_model=with_model)
     print_table("Delivery", COLUMNS, [_shown(Row(**row)) for row in report["rows"]])
     line = json.dumps(report)
     if json_file is not None:
@@ -123,7 +125,7 @@ def command(
     print(line)
 
 
-def run_bench(model: Path, sizes: Sizes) -> dict[str, Any]:
+def run_bench(model: Path, sizes: Sizes, *, has_model: bool = False) -> dict[str, Any]:
     """Everything, measured: the report. Progress goes to stderr. Raises PagemillError with one line."""
     started = time.monotonic()
     machine = machine_facts()
@@ -142,7 +144,17 @@ def run_bench(model: Path, sizes: Sizes) -> dict[str, Any]:
         memory = measure_memory(place, sizes.num_jobs)
         say(f"killing a worker of {sizes.num_in_flight} jobs")
         takeover = measure_takeover(place, sizes.num_in_flight, sizes.lease_ms)
+        computed = None
+        if has_model:
+            say(f"killing a worker that computes {sizes.num_in_flight} jobs")
+            computed = measure_takeover(place, sizes.num_in_flight, sizes.lease_ms, has_model=True)
     rows = rows_of(pickup_ms, streaming, renewal_ms, memory, takeover, sizes.lease_ms)
+    if computed is not None:
+        rows += [
+            Row("with the model: open of the last job", "s", computed.last_claim_s),
+            Row("longest gap that a client sees, p50", "s", percentile(computed.gaps_s, 50)),
+            Row("the same, p99", "s", percentile(computed.gaps_s, 99)),
+        ]
     return {
         "bench": "delivery",
         "machine": machine,
@@ -153,6 +165,7 @@ def run_bench(model: Path, sizes: Sizes) -> dict[str, Any]:
         "renewal_ms": renewal_ms,
         "memory": asdict(memory),
         "takeover": asdict(takeover),
+        "takeover_with_model": None if computed is None else asdict(computed),
         "warnings": warnings,
         "took_s": time.monotonic() - started,
     }

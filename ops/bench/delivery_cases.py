@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ops.bench.delivery_parts import PATIENCE_S, Client, ScriptedWorker
 from ops.bench.errors import BenchError
@@ -32,6 +32,9 @@ SETTLE_S: Final = 20.0
 TAKEOVER_STEP_MS: Final = 40.0
 # Tokens that each job must have said before its worker is killed, and says afterwards.
 TAKEOVER_TOKENS: Final = 5
+TAKEOVER_MAX_TOKENS: Final = 800
+# Tokens of its prompt where there is a model to compute them: what chats have in the mean.
+TAKEOVER_PROMPT: Final = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +180,14 @@ def _lasting(client: Client) -> list[bytes]:
     return [key for key in client.call("KEYS", "*") if b":reply:" not in key and b":state:" not in key]
 
 
-def measure_takeover(place: Place, num_jobs: int, lease_ms: int) -> Takeover:
-    """Kill the worker of `num_jobs` jobs while an idle peer is there."""
+def measure_takeover(place: Place, num_jobs: int, lease_ms: int, *, has_model: bool = False) -> Takeover:
+    """Kill the worker of `num_jobs` jobs while an idle peer is there.
+
+    With the model each prompt, of TAKEOVER_PROMPT tokens, is computed by the peer in a step of its own: quarantine.
+    """
     settings = {"lease_ms": lease_ms, "max_num_seqs": max(8, num_jobs), "num_kv_blocks": 64 * num_jobs}
-    options = {"step_ms": TAKEOVER_STEP_MS, **settings}
+    options: dict[str, Any] = {"step_ms": None if has_model else TAKEOVER_STEP_MS, **settings}
+    rng = random.Random(0)
     job_ids = [f"t{number}" for number in range(num_jobs)]
     seen_s: dict[str, list[float]] = {job_id: [] for job_id in job_ids}
     claimed_s: list[float] = []
@@ -189,7 +196,8 @@ def measure_takeover(place: Place, num_jobs: int, lease_ms: int) -> Takeover:
         Client(place.url, "takeover") as client,
     ):
         for job_id in job_ids:
-            client.send(job_id, max_tokens=900)
+            prompt = [rng.randrange(1, 250) for _ in range(TAKEOVER_PROMPT if has_model else 3)]
+            client.send(job_id, max_tokens=TAKEOVER_MAX_TOKENS, tokens=prompt)
         client.follow(job_ids, lambda _, event: int(event.get("n", 0)) >= TAKEOVER_TOKENS)
         with ScriptedWorker(place.url, "takeover", place.model, place.folder, shutdown_grace_s=0, **options) as peer:
             first.kill()

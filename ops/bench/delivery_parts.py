@@ -41,9 +41,10 @@ class Client:
             raise BenchError(f"the server answered {words[0]} with {answer.text}")
         return answer
 
-    def send(self, job_id: str, *, max_tokens: int, **fields: str | int) -> None:
+    def send(self, job_id: str, *, max_tokens: int, tokens: Sequence[int] = (1, 2, 3), **fields: str | int) -> None:
         """A job of a few tokens that says as many as it may."""
-        job: dict[str, str | int] = {"id": job_id, "tokens": "[1,2,3]", "max_tokens": max_tokens, "ignore_eos": 1}
+        prompt = json.dumps(list(tokens))
+        job: dict[str, str | int] = {"id": job_id, "tokens": prompt, "max_tokens": max_tokens, "ignore_eos": 1}
         job |= fields
         self.call("XADD", self.keys.jobs("normal"), "*", *(part for pair in job.items() for part in pair))
 
@@ -91,14 +92,17 @@ def _is_end(job_id: str, event: dict[str, str]) -> bool:
 
 
 class ScriptedWorker:
-    """A worker process without a model, from when it takes jobs to the end of the block."""
+    """A worker process, from when it takes jobs to the end of the block; without a model where `step_ms` is given."""
 
-    def __init__(self, url: str, queue: str, model: Path, folder: Path, *, step_ms: float, **settings: Any) -> None:
+    def __init__(
+        self, url: str, queue: str, model: Path, folder: Path, *, step_ms: float | None, **settings: Any
+    ) -> None:
         """`settings` are more of the worker's. What it logs, and when it scheduled what, lies in `folder`."""
         self._log_path = folder / f"{queue}-{time.monotonic_ns()}.log"
         self._scheduled_path = self._log_path.with_suffix(".scheduled")
         given = {"model": str(model), "redis_url": url, "queue": queue, "log_level": "warning"} | settings
-        environment = {STEP_VARIABLE: str(step_ms), SCHEDULED_VARIABLE: str(self._scheduled_path)}
+        environment = {SCHEDULED_VARIABLE: str(self._scheduled_path)}
+        environment |= {} if step_ms is None else {STEP_VARIABLE: str(step_ms)}
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "ops.bench.scripted_worker", json.dumps(given)],

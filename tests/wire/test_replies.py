@@ -247,6 +247,37 @@ async def test_a_server_that_lost_writes_gets_them_again_from_memory(
     assert tokens(raw, worker.keys.reply("a")) == (list(range(7)), "0123456")
 
 
+@pytest.mark.parametrize("is_owner", [True, False], ids=["owner", "robbed"])
+async def test_what_a_server_without_this_attempt_stores_is_not_what_is_stored(
+    make_worker: MakeWorker, raw: RespClient, *, is_owner: bool
+) -> None:
+    """Read from a lagging replica that is promoted after the opening, and gives way to one that knows more."""
+    first, second = make_worker("first"), make_worker("second")
+    key = first.keys.reply("a")
+    entry, old = await opened(first)
+    lagging = raw.call("DUMP", key)
+    old.token([1, 2], "ab")
+    await first.replies.flush()
+    raw.call("XCLAIM", first.keys.jobs("normal"), "workers", "second", 0, entry.entry_id)
+    new = await second.open(entry)
+    whole, opened_first = raw.call("DUMP", key), new.attempt
+    raw.call("RESTORE", key, 0, lagging, "REPLACE")
+    if not is_owner:
+        raw.call("XCLAIM", first.keys.jobs("normal"), "workers", "first", 0, entry.entry_id)
+    assert (await second.replies.recover(new)).ids == ()
+    if not is_owner:
+        assert second.closed == [new]
+        assert [event["e"] for _, event in raw.events(key)] == ["open"]
+        return
+    assert new.attempt > opened_first
+    raw.call("RESTORE", key, 0, whole, "REPLACE")
+    await second.reply_link.reset()
+    new.token([1], "a")
+    for _ in range(2):
+        await second.replies.flush()
+    assert tokens(raw, key) == ([1], "a")
+
+
 async def lost_writes(worker: TestWorker, raw: RespClient) -> tuple[Entry, ReplyWriter]:
     """A job with two tokens, of which a promoted replica has none."""
     entry, writer = await opened(worker)

@@ -34,7 +34,7 @@ class Recovered:
 
     `ids` and `text` are those of choice 0, `others` those of the next ones as far as there are any. `num_tokens`, of
     all together, is the last event's `n`. `seed` is what an earlier attempt drew, None where none was told.
-    `num_attempts` counts the opens, the reader's own included.
+    `num_attempts` counts the opens, the reader's own included; `last_attempt` is the latest of them, 0 without any.
     """
 
     ids: tuple[int, ...] = ()
@@ -42,6 +42,7 @@ class Recovered:
     seed: int | None = None
     num_attempts: int = 1
     others: tuple[Stored, ...] = ()
+    last_attempt: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -63,14 +64,14 @@ async def recover(link: Link, reply_key: str) -> Recovered:
     ids: dict[int, list[int]] = {}
     text: dict[int, list[str]] = {}
     seed: int | None = None
-    num_attempts = 0
+    num_attempts = last_attempt = 0
     start = "-"
     while True:
         page = await link.call("XRANGE", reply_key, start, "+", "COUNT", _PAGE)
         for entry_id, flat in page:
             event = dict(zip(flat[::2], flat[1::2], strict=False))
             if event.get(b"e") == b"open":
-                num_attempts += 1
+                num_attempts, last_attempt = num_attempts + 1, int(entry_id.partition(b"-")[0])
             elif event.get(b"e") == b"reset":
                 ids.clear()
                 text.clear()
@@ -84,7 +85,7 @@ async def recover(link: Link, reply_key: str) -> Recovered:
                 Stored(tuple(ids.get(index, ())), "".join(text.get(index, ())))
                 for index in range(max(ids, default=0) + 1)
             ]
-            return Recovered(first.ids, first.text, seed, max(1, num_attempts), tuple(others))
+            return Recovered(first.ids, first.text, seed, max(1, num_attempts), tuple(others), last_attempt)
         start = f"({page[-1][0].decode()}"
 
 

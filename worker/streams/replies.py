@@ -88,10 +88,21 @@ class Replies:
         return result, writer
 
     async def recover(self, writer: ReplyWriter) -> Recovered:
-        """What earlier attempts stored, which `writer` then continues. Call it where `covered` is above 0."""
-        recovered = await recover(self._reader, self._keys.reply(writer.job_id))
-        writer.resume(recovered)
-        return recovered
+        """What earlier attempts stored, which `writer` then continues. Call it where `covered` is above 0.
+
+        A server that doesn't know of this attempt is another than the one that opened it, and lacks writes: there the
+        reply is opened anew first. A writer that has no right to that any more is closed. Raises StreamsError.
+        """
+        while True:
+            recovered = await recover(self._reader, self._keys.reply(writer.job_id))
+            if not _lacks(recovered, writer.attempt) or writer not in self._live:
+                writer.resume(recovered)
+                return recovered
+            result = await self._run_open(self._live[writer].envelope, own_attempt=writer.attempt)
+            if result.status is OpenStatus.OPENED:
+                writer.attempt = max(writer.attempt, result.attempt)
+            elif writer in self._live:
+                self._close(writer, ReplyStatus.FENCED)
 
     def doubt(self, writer: ReplyWriter) -> None:
         """Somebody else may have written: before the next write, and at once, the reply's last id is compared."""
@@ -217,12 +228,16 @@ class Replies:
             return
         log.warning("reply_reopened", request_id=writer.job_id, attempt=result.attempt, covered=result.covered)
         try:
-            writer.reopen(result.attempt, await recover(self._reader, self._keys.reply(writer.job_id)))
-            registered.is_reopening = False
+            stored = await recover(self._reader, self._keys.reply(writer.job_id))
         except UnreadableReplyError as error:
             # It comes back as an entry that nobody holds, and ends with an error.
             log.error("reply_unreadable", request_id=writer.job_id, error=str(error))
             self._close(writer, ReplyStatus.FENCED)
+            return
+        if _lacks(stored, result.attempt):
+            raise ConnectionLostError("this server lost the attempt that was just opened")
+        writer.reopen(result.attempt, stored)
+        registered.is_reopening = False
 
     async def _run_open(self, envelope: JobEnvelope, own_attempt: int = 0) -> OpenResult:
         return await self._scripts.open(
@@ -283,3 +298,9 @@ class Replies:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(wait_ms / 1000):
                         await self._wakeup.wait()
+
+
+def _lacks(stored: Recovered, attempt: int) -> bool:
+    """Whether what was read is of a server that doesn't know of this attempt. (A reply that is gone is its client's
+    doing.)"""
+    return 0 < stored.last_attempt < attempt
