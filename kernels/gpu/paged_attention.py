@@ -6,6 +6,7 @@ same bits beside a prompt as without one, and is split as well there; a kernel w
 Nothing here depends on what stands in a tensor: bounds come from shapes and the metadata's two numbers.
 """
 
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -35,11 +36,16 @@ _LEAST_SCALE: Final = 1e-30
 def capability(device: torch.device) -> int:
     """10 * major + minor of the device, or of the target that kernels are being compiled for."""
     if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        return 10 * major + minor
+        return _capability_of_cuda(device)
     if device.type == "meta":
         return int(triton.runtime.driver.active.get_current_target().arch)
     return 90
+
+
+@cache
+def _capability_of_cuda(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def why_not_triton(
