@@ -99,7 +99,7 @@ class ModelRunner:
         return self.collect(self.launch(output))
 
     def launch(self, output: SchedulerOutput) -> PendingStep:
-        """Begin a step; on CUDA it is computed when this has returned, on the CPU it is done by then.
+        """Begin a step: the GPU computes it beside what the host does next, the CPU has done it on return.
 
         Between this and `collect`, which is called once for each step and in the order of the launches, the next step
         may be launched, and no other: it gets the ids that this one draws on the device. Memory that runs out shows

@@ -151,6 +151,7 @@ LOOKAHEAD_EVENTS = {
 WRITE_BEHIND_EVENTS = {"written behind", "copied at most one out", "preempted while written behind"}
 # Too rare to be sure of in a short run.
 RARE_EVENTS = {f"overdue {state}" for state in ("preempted", "prefilling", "swapped", "swapping in", "swapping out")}
+RARE_EVENTS.add(Wait.LAST_TOKENS.name)
 LONG_RUN = 20_000
 
 
@@ -448,7 +449,7 @@ def test_a_random_life_keeps_every_invariant_and_every_token(index: int) -> None
 
 @pytest.mark.parametrize(
     ("index", "lookahead"),
-    [(7, Lookahead.LAUNCHED), (19, Lookahead.LAUNCHED), (20, Lookahead.PLANNED)],
+    [(7, Lookahead.LAUNCHED), (14, Lookahead.LAUNCHED), (20, Lookahead.PLANNED)],
 )
 def test_a_random_life_whose_next_step_is_decided_ahead_keeps_every_invariant_and_every_token(
     index: int, lookahead: Lookahead
