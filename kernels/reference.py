@@ -37,6 +37,39 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return product if bias is None else product + bias.double()
 
 
+def quantized_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """As calling kernels.quantized_linear.QuantizedLinear(weight, bias) with x: what is rounded there is rounded here,
+    in float32; the rest is float64."""
+    return linear(_rounded_x(x), _rounded_weight(weight), bias)
+
+
+def _rounded_x(x: torch.Tensor) -> torch.Tensor:
+    """Each row as whole multiples of its largest magnitude / 32512."""
+    rounded = x.double()
+    for number, row in enumerate(x.float()):
+        largest = row.abs().max()
+        integers = (row * (torch.tensor(32512.0) / largest)).round() if largest >= 1e-30 else torch.zeros_like(row)
+        rounded[number] = integers.double() * (largest / 32512).double()
+    return rounded
+
+
+def _rounded_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Each 32 values of a row on 256 steps from their minimum on; minimum and step are of float16.
+
+    The end of a row is filled up with zeros.
+    """
+    num_in = weight.shape[1]
+    padded = torch.nn.functional.pad(weight.float(), (0, -num_in % 32))
+    rounded = padded.double()
+    for start in range(0, num_in, 32):
+        for row, group in enumerate(padded[:, start : start + 32]):
+            minimum = group.min().half().float()
+            step = ((group.max() - minimum) / 255).half().float()
+            integers = ((group - minimum) / step).round().clamp(0, 255) if step > 0 else torch.zeros_like(group)
+            rounded[row, start : start + 32] = integers.double() * step.double() + minimum.double()
+    return rounded[:, :num_in]
+
+
 def rope_and_write(
     qkv: torch.Tensor,
     cos_sin: torch.Tensor,

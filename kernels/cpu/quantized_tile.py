@@ -1,0 +1,199 @@
+"""The register tile of quantized products: C[m, 16 n] = bias + X[m, K] · W[K, 16 n].
+
+    a panel of W, group after group of 32           a row of X
+    ┌───────────┬───────────┬───────────────┐       ┌─────────────┬─────────────────┬─────────┐
+    │ 16 scales │ 16 minima │ 8 × 16 × 4    │ ...   │ K / 4 quads │ sums of groups  │ scale   │
+    │ (float16) │ (float16) │ bytes, quads  │       │ (dot.py)    │ (float32)       │(float32)│
+    └───────────┴───────────┴───────────────┘       └─────────────┴─────────────────┴─────────┘
+
+A weight is scale · byte + minimum with those of its group, x is scale · integer with that of its row. So
+
+    Σ w x = scale_x Σ over groups (scale_w Σ byte · integer + minimum · sum of integers)
+
+in which the products of integers and their sums are exact. The rest is fused multiply-adds in the order of the groups:
+so a row's bits depend neither on how many rows come with it nor on the processor.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from kernels.cpu.dot import NUM_SUMS, QUAD_BYTES, add_products, finished, load_quad, no_sums, prepare_weights
+from kernels.cpu.half import load_halves
+from kernels.cpu.helper import helper
+from kernels.cpu.tile import HAS_WIDE_REGISTERS
+from kernels.cpu.vector import (
+    F32,
+    I32,
+    I64,
+    INT_VECTOR,
+    LANES,
+    VECTOR,
+    VECTOR_BYTES,
+    constant,
+    fma_value,
+    load_value,
+    pointer,
+    splat_value,
+)
+
+# Values along k that share a scale and a minimum. Sums of so many products fit int32.
+GROUP: Final = 32
+NUM_QUADS: Final = GROUP // 4
+HALF_BYTES: Final = 2 * LANES
+# Of a group of the weight, and where its quads begin in it.
+GROUP_BYTES: Final = 2 * HALF_BYTES + VECTOR_BYTES * NUM_QUADS
+QUADS_AT: Final = 2 * HALF_BYTES
+# Of a group of a row.
+X_GROUP_BYTES: Final = NUM_QUADS * QUAD_BYTES
+SUM_BYTES: Final = 4
+
+
+def _emit_tile(builder: ir.IRBuilder, num_rows: int, num_vectors: int, values: tuple[ir.Value, ...]) -> None:
+    x, x_row, w, w_panel, bias, bias_panel, c, c_row, num_groups = values
+    rows, columns = range(num_rows), range(num_vectors)
+
+    def number(n: int) -> ir.Constant:
+        return ir.Constant(I64, n)
+
+    def at(base: ir.Value, stride: ir.Value, n: int, offset: int = 0) -> ir.Value:
+        return builder.add(builder.add(base, builder.mul(stride, number(n))), number(offset))
+
+    x_sums = builder.add(x, builder.mul(num_groups, number(X_GROUP_BYTES)))
+    x_scales = builder.add(x_sums, builder.mul(num_groups, number(SUM_BYTES)))
+    before = builder.block
+    group, done = builder.append_basic_block("group"), builder.append_basic_block("done")
+    builder.branch(group)
+
+    builder.position_at_end(group)
+    g = builder.phi(I64)
+    results = [[builder.phi(VECTOR) for _ in columns] for _ in rows]
+    g_sums = builder.add(x_sums, builder.mul(g, number(SUM_BYTES)))
+    g_w = builder.add(w, builder.mul(g, number(GROUP_BYTES)))
+    g_x = builder.add(x, builder.mul(g, number(X_GROUP_BYTES)))
+    sums = [[no_sums() for _ in columns] for _ in rows]
+    for quad in range(NUM_QUADS):
+        words = [at(g_w, w_panel, n, QUADS_AT + quad * VECTOR_BYTES) for n in columns]
+        weights = [prepare_weights(builder, load_value(builder, word, INT_VECTOR)) for word in words]
+        for r in rows:
+            factor = load_quad(builder, at(g_x, x_row, r, quad * QUAD_BYTES))
+            for n in columns:
+                sums[r][n] = add_products(builder, sums[r][n], weights[n], factor)
+    scales = [load_halves(builder, at(g_w, w_panel, n)) for n in columns]
+    minima = [load_halves(builder, at(g_w, w_panel, n, HALF_BYTES)) for n in columns]
+    following = builder.add(g, number(1))
+    last = []
+    for r in rows:
+        x_sum = load_value(builder, at(g_sums, x_row, r), F32)
+        x_total, x_vector = builder.fptosi(x_sum, I32), splat_value(builder, x_sum)
+        for n in columns:
+            total = builder.sitofp(finished(builder, sums[r][n], x_total), VECTOR)
+            result = fma_value(builder, total, scales[n], results[r][n])
+            last.append(fma_value(builder, minima[n], x_vector, result))
+            results[r][n].add_incoming(constant(0.0), before)
+            results[r][n].add_incoming(last[-1], group)
+    g.add_incoming(number(0), before)
+    g.add_incoming(following, group)
+    builder.cbranch(builder.icmp_signed("<", following, num_groups), group, done)
+
+    builder.position_at_end(done)
+    biases = [load_value(builder, at(bias, bias_panel, n)) for n in columns]
+    for r in rows:
+        x_scale = splat_value(builder, load_value(builder, at(x_scales, x_row, r), F32))
+        for n in columns:
+            value = fma_value(builder, last[r * num_vectors + n], x_scale, biases[n])
+            builder.store(value, pointer(builder, at(c, c_row, r, VECTOR_BYTES * n), VECTOR), align=4)
+
+
+def _tile(num_rows: int, num_vectors: int) -> Callable[..., None]:
+    """The intrinsic of a tile of num_rows × (16 * num_vectors); its arguments are int64."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def tile(
+        typingctx: Any, x: Any, x_row: Any, w: Any, w_panel: Any, bias: Any, bias_panel: Any, c: Any, c_row: Any,
+        num_groups: Any,
+    ) -> Any:  # fmt: skip
+        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+            _emit_tile(builder, num_rows, num_vectors, tuple(values))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 9), codegen
+
+    return tile  # type: ignore[no-any-return]
+
+
+# As many sums as the registers hold: of 32 wide ones 16, and the 8 results that they are added to; of others 8 vectors
+# of half the width, with the results in memory meanwhile.
+MAX_TILE_ROWS: Final = 8 if HAS_WIDE_REGISTERS else 4 // NUM_SUMS
+# Vectors per tile by number of rows.
+_VECTORS: Final = (4, 4, 2, 2, 1, 1, 1, 1) if HAS_WIDE_REGISTERS else (2, 1, 1, 1)
+
+
+def _row_block(num_rows: int) -> Any:
+    """A function that covers `num_panels` vectors of columns for a block of exactly num_rows rows."""
+    num_vectors = _VECTORS[num_rows - 1]
+    wide, narrow = _tile(num_rows, num_vectors), _tile(num_rows, 1)
+
+    @helper
+    def row_block(
+        x: int, x_row: int, w: int, w_panel: int, num_panels: int, bias: int, bias_panel: int, c: int, c_row: int,
+        num_groups: int,
+    ) -> None:  # fmt: skip
+        panel = 0
+        while panel + num_vectors <= num_panels:
+            wide(
+                x, x_row, w + panel * w_panel, w_panel, bias + panel * bias_panel, bias_panel,
+                c + panel * VECTOR_BYTES, c_row, num_groups,
+            )  # fmt: skip
+            panel += num_vectors
+        while panel < num_panels:
+            narrow(
+                x, x_row, w + panel * w_panel, w_panel, bias + panel * bias_panel, bias_panel,
+                c + panel * VECTOR_BYTES, c_row, num_groups,
+            )  # fmt: skip
+            panel += 1
+
+    return row_block
+
+
+# Where tiles are lower, those above are never called, and stand for the highest.
+_rows_1, _rows_2, _rows_3, _rows_4, _rows_5, _rows_6, _rows_7, _rows_8 = (
+    [_row_block(n) for n in range(1, MAX_TILE_ROWS + 1)] + 6 * [_row_block(MAX_TILE_ROWS)]
+)[:8]
+
+
+@helper
+def quantized_product(
+    x: int, x_row: int, num_rows: int, w: int, w_panel: int, num_panels: int, bias: int, bias_panel: int, c: int,
+    c_row: int, num_groups: int,
+) -> None:  # fmt: skip
+    """C[num_rows, 16 * num_panels] = bias + X · W over quantized rows and panels; addresses and strides in bytes.
+
+    bias: one vector a panel, `bias_panel` bytes apart (0 where all share one). Rows are cut into equal blocks.
+    """
+    num_blocks = (num_rows + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS
+    row = 0
+    for block in range(num_blocks):
+        end = num_rows * (block + 1) // num_blocks
+        count = end - row
+        xr, cr = x + row * x_row, c + row * c_row
+        if count == 1:
+            _rows_1(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
+        elif count == 2:
+            _rows_2(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
+        elif count == 3:
+            _rows_3(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
+        elif count == 4:
+            _rows_4(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
+        elif count == 5:
+            _rows_5(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
+        elif count == 6:
+            _rows_6(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
+        elif count == 7:
+            _rows_7(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
+        else:
+            _rows_8(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
+        row = end
