@@ -9,7 +9,8 @@ import torch
 from model.loader import load_checkpoint
 from ops.bench.errors import BenchError
 from ops.bench.ours import Ours
-from ops.bench.peers import TransformersPeer, build_model, left_padded
+from ops.bench.peers.transformers_model import build_model
+from ops.bench.peers.transformers_static import TransformersPeer, left_padded
 from ops.bench.runs import OursRun, PeerRun
 from ops.bench.workload import WorkloadShape, draw_lengths, make_requests
 from tests.tiny_checkpoint import write_tiny_checkpoint
