@@ -10,7 +10,16 @@ import click
 
 from ops.bench.compare import run_bench
 from ops.bench.options import ITEMSIZES, LLAMACPP_WEIGHTS, options_from
-from ops.bench.parts import COUNT, NameList, NumberList, cache_dir_option, model_option, seed_option, svg_option
+from ops.bench.parts import (
+    COUNT,
+    NameList,
+    NumberList,
+    cache_dir_option,
+    engine_mode_option,
+    model_option,
+    seed_option,
+    svg_option,
+)
 from ops.bench.peers.catalog import ALL, BY_NAME, NONE
 from ops.bench.peers.gguf_files import TYPES
 from ops.bench.pictures import check_installed, draw_report
@@ -79,12 +88,7 @@ _SIGMA = click.FloatRange(min=0, max=3)
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where all sides run.")
 @click.option("--block-size", type=click.Choice([8, 16, 32, 64]), default=16, help="Tokens in a block of the KV cache.")
 @click.option("--num-threads", type=COUNT, help="CPU threads of each side.  [default: as each side chooses]")
-@click.option(
-    "--engine-mode",
-    type=click.Choice(["process", "inprocess"]),
-    default="process",
-    help="The engine in a process of its own, so that its pipe counts as host work, or called directly.",
-)
+@engine_mode_option
 @click.option("--steps/--no-steps", default=True, help="Measure single steps as well: see `pagemill bench steps`.")
 @cache_dir_option
 @click.option(

@@ -31,6 +31,12 @@ cache_dir_option = click.option(
 alternations_option = click.option("--alternations", type=COUNT, default=3, help="Runs of each, by turns.")
 seed_option = click.option("--seed", type=int, default=0, help="Decides lengths and ids of all requests.")
 
+engine_mode_option = click.option(
+    "--engine-mode",
+    type=click.Choice(["process", "inprocess"]),
+    default="process",
+    help="The engine in a process of its own, so that its pipe counts as host work, or called directly.",
+)
 svg_option = click.option(
     "--svg", type=click.Path(file_okay=False), help="Draw the result as SVG pictures into this folder, too."
 )

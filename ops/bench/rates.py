@@ -22,6 +22,7 @@ from ops.bench.parts import (
     RateList,
     cache_dir_option,
     checkpoint_path,
+    engine_mode_option,
     model_option,
     num_threads_option,
     rotated,
@@ -69,6 +70,7 @@ class Engine:
 @click.option("--peers", type=NameList(), default="none", help="Whom to compare with; those that take arrivals.")
 @click.option("--peer-python", multiple=True, metavar="NAME=PATH", help="The Python in which a peer is installed.")
 @click.option("--quantization", type=click.Choice(["none", "int8"]), default="none", help="Of our engine's weights.")
+@engine_mode_option
 @num_threads_option
 @cache_dir_option
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write the JSON result to this file, too.")
@@ -153,7 +155,7 @@ def summary_of(run: OursRun | PeerRun) -> dict[str, Any]:
 def _options(values: dict[str, Any]) -> BenchOptions:
     """What is asked for, as the options of a comparison whose other values are their defaults."""
     shape = dict.fromkeys(("prompt_mean", "prompt_sigma", "output_mean", "output_sigma"))
-    rest = {"dtype": "auto", "device": "auto", "block_size": 16, "engine_mode": "process", "llamacpp_weights": None}
+    rest = {"dtype": "auto", "device": "auto", "block_size": 16, "llamacpp_weights": None}
     fixed = {"batches": (1,), "alternations": 1, "quick": False, "steps": False}
     return options_from(values | shape | rest | fixed)
 

@@ -19,11 +19,12 @@ from ops.bench.errors import BenchError
 from ops.bench.peers.streaming import Played, Request, handlers_of
 from ops.bench.serving import serve
 
-# Tokens of a block on a CPU, and the least room for keys and values.
+# Tokens of a block on a CPU, and the room for keys and values.
 BLOCK_TOKENS: Final = 128
-MIN_KV_GIB: Final = 1
+KV_GIB: Final = 4
 # What vLLM reads from its environment, which is left as the user has it but for this.
 KV_SPACE: Final = "VLLM_CPU_KVCACHE_SPACE"
+LOGGING: Final = "VLLM_LOGGING_LEVEL"
 THREADS: Final = "VLLM_CPU_OMP_THREADS_BIND"
 # Its manual wants this library, which it depends on, loaded first "for best performance" on a CPU.
 OPENMP: Final = "lib/libiomp5.so"
@@ -43,8 +44,9 @@ class VllmPeer:
         self._engine: Any = None
         self._made: tuple[int, int] | None = None
         self._num_runs = 0
+        os.environ.setdefault(LOGGING, "ERROR")
         if device == "cpu":
-            os.environ.setdefault(KV_SPACE, str(MIN_KV_GIB))
+            os.environ.setdefault(KV_SPACE, str(KV_GIB))
             if num_threads is not None:
                 os.environ.setdefault(THREADS, f"0-{num_threads - 1}")
             openmp = Path(sys.prefix) / OPENMP
@@ -68,8 +70,7 @@ class VllmPeer:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        if self._engine is not None:
-            self._engine.shutdown()
+        self._let_go()
         arguments = AsyncEngineArgs(
             model=self._path,
             skip_tokenizer_init=True,
@@ -121,9 +122,13 @@ class VllmPeer:
 
     def close(self) -> None:
         """End its engine's process."""
+        self._let_go()
+        self._runner.close()
+
+    def _let_go(self) -> None:
         if self._engine is not None:
             self._engine.shutdown()
-        self._runner.close()
+            self._engine = None
 
 
 def main() -> None:
