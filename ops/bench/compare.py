@@ -40,7 +40,7 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
         steps = measure_steps(options, path) if options.measures_steps else None
         measurement = Measurement(
             ours,
-            [start_peer(stack, each, options, path, common) for each in found],
+            [start_peer(stack, each, options, path, common, max(options.batches)) for each in found],
             vocab_size=engine["vocab_size"],
             block_size=options.block_size,
             dtype=engine["dtype"],

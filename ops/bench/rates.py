@@ -179,7 +179,7 @@ def _stand(
         if each.kind.is_static:
             say(f"{each.kind.name} takes no arrivals: it is left out")
             continue
-        peer = start_peer(stack, each, options, path, common)
+        peer = start_peer(stack, each, options, path, common, max_num_seqs)
         peer.side.ask("prepare", batch=max_num_seqs, num_kv_tokens=most)
         engines.append(Engine(each.kind.label, peer.side))
     warm_up = make_requests(

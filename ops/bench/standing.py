@@ -28,16 +28,28 @@ def start_ours(stack: contextlib.ExitStack, options: BenchOptions, path: Path) -
 
 
 def start_peer(
-    stack: contextlib.ExitStack, found: FoundPeer, options: BenchOptions, path: Path, common: dict[str, Any]
+    stack: contextlib.ExitStack,
+    found: FoundPeer,
+    options: BenchOptions,
+    path: Path,
+    common: dict[str, Any],
+    max_batch: int,
 ) -> PeerSide:
-    """A peer's side, which `stack` closes. common: dtype, device and num_threads of all sides."""
+    """A peer's side, which `stack` closes.
+
+    common: dtype, device and num_threads of all sides. max_batch: the most sequences that it is to have in flight.
+    """
     kind = found.kind
     say(f"starting {kind.name}")
-    side = SideProcess(f"{kind.name}'s side", kind.module, _words(found, options, path, common), python=found.python)
+    side = SideProcess(
+        f"{kind.name}'s side", kind.module, _words(found, options, path, common, max_batch), python=found.python
+    )
     return PeerSide(kind, stack.enter_context(side))
 
 
-def _words(found: FoundPeer, options: BenchOptions, path: Path, common: dict[str, Any]) -> dict[str, Any]:
+def _words(
+    found: FoundPeer, options: BenchOptions, path: Path, common: dict[str, Any], max_batch: int
+) -> dict[str, Any]:
     """What the peer's module is told."""
     where = {"model_path": str(path), "cache_dir": options.cache_dir}
     if found.kind.name == "llamacpp":
@@ -49,7 +61,7 @@ def _words(found: FoundPeer, options: BenchOptions, path: Path, common: dict[str
     if found.kind.name == "vllm":
         with SideProcess("the writer of a folder for vLLM", "ops.bench.peers.hf_folder", where) as writer:
             folder = writer.ask("path")
-        return common | {"model_path": folder, "shares_prefix": options.num_shared > 0}
+        return common | {"model_path": folder, "max_batch": max_batch, "shares_prefix": options.num_shared > 0}
     return where | common
 
 

@@ -16,7 +16,7 @@ from ops.bench.side import SideProcess
 VLLM = """
 import asyncio, types, sys
 __version__ = "9.9"
-built, ended = [], []
+built, in_flight, most = [], [], []
 
 class SamplingParams:
     def __init__(self, **values):
@@ -34,14 +34,16 @@ class AsyncLLM:
 
     async def generate(self, prompt, params, request_id):
         ids = prompt["prompt_token_ids"]
+        in_flight.append(request_id)
+        most.append(len(in_flight))
         for n in range(params.values["max_tokens"]):
             await asyncio.sleep(0)
             completion = types.SimpleNamespace(token_ids=[ids[0] + n])
             yield types.SimpleNamespace(outputs=[completion])
+        in_flight.remove(request_id)
 
     def shutdown(self):
-        ended.append(built[-1]["max_num_seqs"])
-        print("ended", ended, file=sys.stderr, flush=True)
+        print([each["max_num_seqs"] for each in built], max(most), file=sys.stderr, flush=True)
 
 def module(name, **values):
     made = types.ModuleType(name)
@@ -94,7 +96,7 @@ def python(tmp_path: Path) -> str:
 
 
 def test_vllm_s_side_needs_nothing_of_ours_but_our_packages(python: str, capfd: pytest.CaptureFixture[str]) -> None:
-    options = {"model_path": "folder", "dtype": "float32", "device": "cpu", "num_threads": 2}
+    options = {"model_path": "folder", "dtype": "float32", "device": "cpu", "num_threads": 2, "max_batch": 5}
     with SideProcess("vllm's side", "ops.bench.peers.vllm_engine", options, python=python) as side:
         assert side.ask("prepare", batch=2, num_kv_tokens=300) == {
             "version": "9.9",
@@ -107,8 +109,8 @@ def test_vllm_s_side_needs_nothing_of_ours_but_our_packages(python: str, capfd: 
         late = PeerRun(**side.ask("run_arrivals", requests=REQUESTS, arrivals_s=[0.0, 0.0, 0.2]))
         assert late.wall_s >= 0.2
         assert late.reply_s[2] <= late.wall_s - 0.2 + 1e-9
-        side.ask("prepare", batch=3, num_kv_tokens=300)
-    assert capfd.readouterr().err.splitlines() == ["ended [2]", "ended [2, 3]"]
+    # One engine, for the largest batch, and no more requests in it than this batch has.
+    assert capfd.readouterr().err.splitlines() == ["[5] 2"]
 
 
 def test_llama_cpp_s_side_counts_tokens_whose_text_comes_late_and_tells_an_error_in_a_line(
