@@ -15,6 +15,7 @@ from model.errors import ModelError
 from model.kv_cache import KVCache, kv_block_bytes
 from model.loader import load_checkpoint, load_config
 from model.model_runner import ModelRunner, RunnerConfig
+from model.quantization import QUANTIZATIONS
 from model.rates import measure_prefill, measure_swap
 from model.tokenizer import Tokenizer
 from scheduler.config import CacheConfig, PreemptionMode, SchedulerConfig
@@ -88,6 +89,8 @@ def build_engine(config: EngineConfig, progress: ProgressCallback | None = None)
 def _read_model(config: EngineConfig) -> _Model:
     if config.block_size not in BLOCK_SIZES:
         raise StartupError(f"block_size is {config.block_size}: use one of {', '.join(map(str, BLOCK_SIZES))}")
+    if config.quantization not in QUANTIZATIONS:
+        raise StartupError(f"quantization is {config.quantization}: use {' or '.join(QUANTIZATIONS)}")
     path = Path(config.model_path)
     device = _pick_device(config.device)
     model_config = load_config(path)
@@ -104,7 +107,14 @@ def _build(config: EngineConfig, model: _Model, report: ProgressCallback) -> tup
     tokenizer = Tokenizer.from_checkpoint(path)
     cache_dir = None if config.cache_dir is None else Path(config.cache_dir)
     checkpoint = load_checkpoint(path, cache_dir=cache_dir, progress=report)
-    decoder = Decoder(model_config, checkpoint.weights, device=device, dtype=dtype, max_positions=context)
+    decoder = Decoder(
+        model_config,
+        checkpoint.weights,
+        device=device,
+        dtype=dtype,
+        max_positions=context,
+        quantization=config.quantization,
+    )
     batched_tokens = config.max_num_batched_tokens or max(BATCHED_TOKENS[device.type], config.max_num_seqs)
     limits = RunnerConfig(
         max_num_seqs=config.max_num_seqs,
@@ -170,7 +180,7 @@ def _build(config: EngineConfig, model: _Model, report: ProgressCallback) -> tup
         kv_bytes_per_block=model.block_bytes,
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
-        fingerprint=_fingerprint(path, dtype, device, is_deterministic=dependence is None),
+        fingerprint=_fingerprint(path, dtype, config.quantization, device, is_deterministic=dependence is None),
         pid=os.getpid(),
         num_swap_blocks=num_swap_blocks,
         swap_bytes_per_s=swap_rate,
@@ -198,6 +208,9 @@ def _pick_dtype(name: str, model_config: ModelConfig, device: torch.device) -> t
     return DTYPES[name]
 
 
-def _fingerprint(path: Path, dtype: torch.dtype, device: torch.device, *, is_deterministic: bool) -> str:
+def _fingerprint(
+    path: Path, dtype: torch.dtype, quantization: str, device: torch.device, *, is_deterministic: bool
+) -> str:
     kept = "/deterministic" if is_deterministic else ""
-    return f"{path.stem}/{str(dtype).removeprefix('torch.')}/{device.type}/torch-{torch.__version__}{kept}"
+    numbers = str(dtype).removeprefix("torch.") + ("" if quantization == "none" else f"-{quantization}")
+    return f"{path.stem}/{numbers}/{device.type}/torch-{torch.__version__}{kept}"

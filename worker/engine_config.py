@@ -13,6 +13,7 @@ class EngineConfig:
     """How to build an engine.
 
     model_path: a folder with config.json and safetensors, or a GGUF file.
+    quantization: none, or int8: weights of linear layers and embeddings in a quarter of float32's bytes.
     max_model_len: tokens of one sequence; None takes the checkpoint's own context, or what the KV cache holds of it.
     num_kv_blocks: blocks of the KV cache; None sizes it from the memory at hand.
     max_num_batched_tokens: token budget of a step; None is 6144 on CUDA and 512 on the CPU, where a step of 6144
@@ -34,6 +35,7 @@ class EngineConfig:
     cache_dir: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str = "none"
     max_model_len: int | None = None
     block_size: int = 16
     num_kv_blocks: int | None = None

@@ -13,6 +13,7 @@ def engine_config(settings: Settings, model_path: Path) -> EngineConfig:
         cache_dir=str(settings.cache_dir),
         device=settings.device,
         dtype=settings.dtype,
+        quantization=settings.quantization,
         max_model_len=settings.max_model_len,
         block_size=settings.block_size,
         num_kv_blocks=settings.num_kv_blocks,
