@@ -35,6 +35,7 @@ PARTS: Final = {
     "modes": "Preemption modes on a trace, with a KV cache that is too small.",
     "block-sizes": "The workload with blocks of 8, 16, 32 and 64 tokens.",
     "delivery": "The queue and the wire without a model: pick-up, events, leases, a worker that is killed.",
+    "tables": "Print the JSON results of measurements as Markdown tables.",
     "plot": "Draw the JSON results of measurements as SVG pictures.",
 }
 
