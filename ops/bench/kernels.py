@@ -22,6 +22,7 @@ from kernels.kv_cache_write import rope_and_write
 from kernels.linear import PackedLinear
 from kernels.memory import empty_in_huge_pages
 from kernels.paged_attention import AttentionMetadata, paged_attention
+from kernels.quantized_linear import BYTES_PER_WEIGHT, QuantizedLinear
 from kernels.rms_norm import add_rms_norm
 from kernels.sampling import sample
 from ops.bench.limits import Limits
@@ -59,20 +60,18 @@ class Row:
 def linear_cases() -> list[Case]:
     """The output layer, whose weight is larger than any cache, by number of rows."""
     weight = torch.randn(VOCAB, HIDDEN)
-    packed = PackedLinear(weight)
-    cases = []
-    for num_rows in (1, 4, 8, 32, 512):
-        x = torch.randn(num_rows, HIDDEN)
-        cases.append(
-            Case(
-                f"linear 49152×576, {num_rows} rows",
-                partial(packed, x),
-                partial(torch.nn.functional.linear, x, weight),
-                weight.numel() * 4,
-                2 * weight.numel() * num_rows,
-            )
+    layers = (("linear", PackedLinear(weight), 4.0), ("int8 linear", QuantizedLinear(weight), BYTES_PER_WEIGHT))
+    return [
+        Case(
+            f"{name} 49152×576, {num_rows} rows",
+            partial(layer, x),
+            partial(torch.nn.functional.linear, x, weight),
+            weight.numel() * bytes_per_weight,
+            2 * weight.numel() * num_rows,
         )
-    return cases
+        for num_rows, x in ((n, torch.randn(n, HIDDEN)) for n in (1, 4, 8, 32, 512))
+        for name, layer, bytes_per_weight in layers
+    ]
 
 
 def attention_cases(num_seqs: int, context_len: int, query_len: int) -> list[Case]:
