@@ -16,10 +16,15 @@ import numpy.typing as npt
 import torch
 
 from kernels.paged_attention import AttentionMetadata
+from model.decode_shapes import DecodeShape, DecodeShapes
 from model.errors import RunnerInputError
+from model.staging import Staging, transport_for
 from scheduler.output import Chunks, NewRow, SchedulerOutput
 
 IntArray = npt.NDArray[np.int64]
+
+# Beside the block tables of the largest padded decode: what most steps bring of tokens, tables and wishes.
+STAGED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,9 @@ class StepInputs:
     is sampled. `sampled_ids`, `sampled_rows` and `sampled_positions` say whose tokens are drawn, and their indices;
     `wants_logprob` bool [num_sampled], on the host, which of them want the log probability as well, `num_candidates`
     int64 [num_sampled] how many candidates: 0 but for beams.
+
+    shape: what the step was padded to (None: not at all). Its rows beyond those of `sampled_ids` are nobody's: no keys,
+    slot -1, token 0.
     """
 
     input_ids: torch.Tensor
@@ -62,15 +70,32 @@ class StepInputs:
     wants_logprob: npt.NDArray[np.bool_]
     num_candidates: IntArray
     sampling: SamplingRows
+    shape: DecodeShape | None = None
 
 
 class InputBatch:
-    """Owns the rows. A row is taken by `add`, freed by `remove`, and reused by whoever comes next."""
+    """Owns the rows. A row is taken by `add`, freed by `remove`, and reused by whoever comes next.
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    shapes: what pure decodes are padded to; None pads nothing. It may be set to None later.
+    staging: how arrays get to the device; by default one of its own on CUDA, and none on the CPU, where a tensor is the
+    array's own memory.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        *,
+        shapes: DecodeShapes | None = None,
+        staging: Staging | None = None,
+    ) -> None:
         self.max_model_len = max_model_len
+        self.shapes = shapes
         self._block_size = block_size
         self._device = device
+        self._staging = staging or _staging_for(device, shapes, block_size)
         max_num_blocks = -(-max_model_len // block_size)
         # One more than the context, so that a token drawn at the limit, which ends its sequence, has its place.
         self._token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
@@ -162,6 +187,8 @@ class InputBatch:
 
         Raises RunnerInputError for a chunk of an unknown sequence, an empty one, and one that passes its blocks.
         """
+        if self._staging is not None:
+            self._staging.begin()
         rows = np.array([self._row(seq_id) for seq_id in chunks.seq_ids], dtype=np.int64)
         starts = np.array(chunks.starts, dtype=np.int64)
         counts = np.array(chunks.num_tokens, dtype=np.int64)
@@ -174,22 +201,55 @@ class InputBatch:
             query_starts, token_rows, positions = _ragged(rows, starts, counts)
         sampled = np.flatnonzero(chunks.is_sampled)
         every_token_is_sampled = len(sampled) == len(token_rows)
-        logits_rows = (
-            None if every_token_is_sampled else self._to_device(query_starts[sampled + 1].astype(np.int64) - 1)
-        )
-        return StepInputs(
-            input_ids=self._to_device(self._token_ids[token_rows, positions]),
-            positions=self._to_device(positions),
-            slot_mapping=self._to_device(self._slots(token_rows, positions)),
-            meta=self._attention_metadata(rows, query_starts, ends, max_query_len),
-            logits_rows=logits_rows,
+        shape = None
+        if self.shapes is not None and every_token_is_sampled and max_query_len == 1:
+            shape = self.shapes.find(len(rows), int(ends.max()))
+        # Those that a graph reads come first, so that they always lie at the same addresses.
+        meta = self._attention_metadata(rows, query_starts, ends, max_query_len, shape)
+        num_tokens = len(token_rows) if shape is None else shape.num_seqs
+        inputs = StepInputs(
+            input_ids=self._to_device(_padded(self._token_ids[token_rows, positions], num_tokens)),
+            positions=self._to_device(_padded(positions, num_tokens)),
+            slot_mapping=self._to_device(_padded(self._slots(token_rows, positions), num_tokens, -1)),
+            meta=meta,
+            logits_rows=(
+                None if every_token_is_sampled else self._to_device(query_starts[sampled + 1].astype(np.int64) - 1)
+            ),
             sampled_ids=chunks.sampled_ids,
             sampled_rows=rows[sampled],
             sampled_positions=ends[sampled],
             wants_logprob=self._is_choosing[rows[sampled]],
             num_candidates=self._num_candidates[rows[sampled]],
             sampling=self._sampling_rows(rows[sampled], ends[sampled]),
+            shape=shape,
         )
+        if self._staging is not None:
+            self._staging.flush()
+        return inputs
+
+    def idle_decode(self, shape: DecodeShape) -> StepInputs:
+        """Inputs of this shape in which every row is nobody's, where `prepare` puts those of its steps."""
+        if self._staging is not None:
+            self._staging.begin()
+        nothing = np.zeros(0, dtype=np.int64)
+        meta = self._attention_metadata(nothing, self._aranges[:1], nothing, 1, shape)
+        inputs = StepInputs(
+            input_ids=self._to_device(_padded(nothing, shape.num_seqs)),
+            positions=self._to_device(_padded(nothing, shape.num_seqs)),
+            slot_mapping=self._to_device(_padded(nothing, shape.num_seqs, -1)),
+            meta=meta,
+            logits_rows=None,
+            sampled_ids=[],
+            sampled_rows=nothing,
+            sampled_positions=nothing,
+            wants_logprob=np.zeros(0, dtype=np.bool_),
+            num_candidates=nothing,
+            sampling=self._sampling_rows(nothing, nothing),
+            shape=shape,
+        )
+        if self._staging is not None:
+            self._staging.flush()
+        return inputs
 
     def _check_room(self, chunks: Chunks, rows: IntArray, counts: IntArray, ends: IntArray) -> None:
         is_wrong = (counts < 1) | (ends > self._num_blocks[rows] * self._block_size)
@@ -206,14 +266,21 @@ class InputBatch:
         return blocks * self._block_size + positions % self._block_size
 
     def _attention_metadata(
-        self, rows: IntArray, query_starts: npt.NDArray[np.int32], ends: IntArray, max_query_len: int
+        self,
+        rows: IntArray,
+        query_starts: npt.NDArray[np.int32],
+        ends: IntArray,
+        max_query_len: int,
+        shape: DecodeShape | None,
     ) -> AttentionMetadata:
-        max_context_len = int(ends.max())
+        num_seqs, max_context_len = (len(rows), int(ends.max())) if shape is None else shape
+        if shape is not None:
+            query_starts = self._aranges[: num_seqs + 1]
         num_blocks = -(-max_context_len // self._block_size)
         return AttentionMetadata(
-            block_tables=self._to_device(self._block_tables[rows, :num_blocks]),
+            block_tables=self._to_device(_padded(self._block_tables[rows, :num_blocks], num_seqs)),
             query_starts=self._to_device(query_starts),
-            context_lens=self._to_device(ends.astype(np.int32)),
+            context_lens=self._to_device(_padded(ends.astype(np.int32), num_seqs)),
             max_query_len=max_query_len,
             max_context_len=max_context_len,
         )
@@ -228,11 +295,25 @@ class InputBatch:
         )
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """On the CPU the array's own memory; CUDA by fresh pinned memory, which torch keeps until the copy has run."""
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+        """The array's own memory on the CPU; staged, it is there for what is launched once `prepare` has returned."""
+        return torch.from_numpy(array) if self._staging is None else self._staging.put(array)
+
+
+def _staging_for(device: torch.device, shapes: DecodeShapes | None, block_size: int) -> Staging | None:
+    transport = transport_for(device)
+    if transport is None:
+        return None
+    tables = 0 if shapes is None else 4 * shapes.batch_sizes[-1] * -(-shapes.context_lens[-1] // block_size)
+    return Staging(transport, tables + STAGED_BYTES)
+
+
+def _padded(array: npt.NDArray[Any], num_rows: int, value: int = 0) -> npt.NDArray[Any]:
+    """The array with rows of `value` behind its own, `num_rows` in all."""
+    if len(array) == num_rows:
+        return array
+    padded = np.full((num_rows, *array.shape[1:]), value, dtype=array.dtype)
+    padded[: len(array)] = array
+    return padded
 
 
 def _ragged(rows: IntArray, starts: IntArray, counts: IntArray) -> tuple[npt.NDArray[np.int32], IntArray, IntArray]:

@@ -21,6 +21,7 @@ from ops.bench.parts import (
     cache_dir_option,
     cache_folder,
     checkpoint_path,
+    load_format_option,
     model_option,
     seed_option,
 )
@@ -60,6 +61,7 @@ class BenchOptions:
     """What is measured, defaults filled in."""
 
     model: str
+    load_format: str
     batches: tuple[int, ...]
     alternations: int
     seed: int
@@ -93,6 +95,7 @@ _SIGMA = click.FloatRange(min=0, max=3)
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
 )
 @model_option
+@load_format_option
 @click.option("--quick", is_flag=True, help="A small run, to see that everything works: its figures mean little.")
 @click.option("--batches", type=NumberList(), default="1,8,32", help="Sequences in flight at once, one run each.")
 @click.option("--alternations", type=COUNT, help="Runs of each side at each batch.  [default: 3, quick: 1]")
@@ -156,8 +159,8 @@ def _options(preset: Preset, **values: Any) -> BenchOptions:
 def run_bench(options: BenchOptions) -> dict[str, Any]:
     """Everything, measured: the report. Progress goes to stderr. Raises PagemillError with one line."""
     started = time.monotonic()
-    path = checkpoint_path(options.model, Path(options.cache_dir))
-    config = _config(path)
+    path = checkpoint_path(options.model, Path(options.cache_dir), options.load_format)
+    config = _config(path, options.load_format)
     machine = machine_facts()
     for line in warnings_of(machine, []):
         say(f"warning: {line}")
@@ -175,7 +178,11 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
         limits = _measure_limits(common)
         peer, peer_facts = None, None
         if options.peers == "transformers":
-            peer_options = common | {"model_path": str(path), "cache_dir": options.cache_dir}
+            peer_options = common | {
+                "model_path": str(path),
+                "cache_dir": options.cache_dir,
+                "load_format": options.load_format,
+            }
             peer = stack.enter_context(SideProcess("transformers' side", "ops.bench.peers", peer_options))
             say("starting transformers")
             peer_facts = peer.ask("prepare")
@@ -217,12 +224,12 @@ def _tell_the_rest(report: dict[str, Any]) -> None:
     say(f"took {report['took_s']:.0f} s")
 
 
-def _config(path: Path) -> ModelConfig:
+def _config(path: Path, load_format: str) -> ModelConfig:
     from model.errors import ModelError
     from model.loader import load_config
 
     try:
-        return load_config(path)
+        return load_config(path, load_format)
     except ModelError as error:
         raise BenchError(str(error)) from error
 
@@ -231,6 +238,7 @@ def _ours_options(options: BenchOptions, path: Path) -> dict[str, Any]:
     config = {
         "model_path": str(path),
         "cache_dir": options.cache_dir,
+        "load_format": options.load_format,
         "device": options.device,
         "dtype": options.dtype,
         "block_size": options.block_size,

@@ -34,13 +34,20 @@ class TransformersPeer:
     """A model of `transformers`, in this process."""
 
     def __init__(
-        self, model_path: str, cache_dir: str | None, dtype: str, device: str, num_threads: int | None
+        self,
+        model_path: str,
+        cache_dir: str | None,
+        dtype: str,
+        device: str,
+        num_threads: int | None,
+        load_format: str = "auto",
     ) -> None:
         self._path = Path(model_path)
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
         self._dtype = dtype
         self._device = device
         self._num_threads = num_threads
+        self._load_format = load_format
         self._model: Any = None
 
     def prepare(self) -> dict[str, Any]:
@@ -49,7 +56,13 @@ class TransformersPeer:
 
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
-        checkpoint = load_checkpoint(self._path, cache_dir=self._cache_dir)
+        checkpoint = load_checkpoint(
+            self._path,
+            cache_dir=self._cache_dir,
+            dtype="auto" if self._load_format == "auto" else self._dtype,  # random ones differ between dtypes
+            load_format=self._load_format,
+            device=self._device,
+        )
         self._model = build_model(checkpoint.config, checkpoint.weights, getattr(torch, self._dtype)).to(self._device)
         return {
             "threads": torch.get_num_threads(),
@@ -103,7 +116,7 @@ class TransformersPeer:
         """
         import torch
 
-        vocab_size = Tokenizer.from_checkpoint(self._path).vocab_size
+        vocab_size = Tokenizer.from_checkpoint(self._path, self._load_format).vocab_size
         with torch.inference_mode():
             known = torch.tensor([prompt_ids + ids[:-1]], device=self._device)
             logits = self._model(known).logits[0, len(prompt_ids) - 1 :, :vocab_size].float()
