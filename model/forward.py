@@ -16,7 +16,7 @@ class ForwardPass:
     """The decoder over one KV cache."""
 
     def __init__(self, decoder: Decoder, kv_cache: KVCache) -> None:
-        self._decoder = decoder
+        self.decoder = decoder
         self._kv_cache = kv_cache
         self._graphs: DecodeGraphs | None = None
 
@@ -46,9 +46,9 @@ class ForwardPass:
             self._compute,
             capture,
             max_num_seqs=max(shape.num_seqs for shape in shapes),
-            hidden_size=self._decoder.config.hidden_size,
-            dtype=self._decoder.dtype,
-            device=self._decoder.device,
+            hidden_size=self.decoder.config.hidden_size,
+            dtype=self.decoder.dtype,
+            device=self.decoder.device,
         )
         if not self._graphs.capture(shapes, inputs_of):
             self._graphs = None
@@ -57,6 +57,6 @@ class ForwardPass:
     @torch.inference_mode()
     def _compute(self, inputs: StepInputs) -> torch.Tensor:
         context = ForwardContext(
-            self._decoder.cos_sin, inputs.positions, inputs.slot_mapping, self._kv_cache.blocks, inputs.meta
+            self.decoder.cos_sin, inputs.positions, inputs.slot_mapping, self._kv_cache.blocks, inputs.meta
         )
-        return self._decoder.hidden(inputs.input_ids, context, inputs.logits_rows)
+        return self.decoder.hidden(inputs.input_ids, context, inputs.logits_rows)
