@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP_ARGS ?=
 STAMP := $(VENV)/.installed
 
-.PHONY: help install run lint format test test-slow soak clean
+.PHONY: help install run lint format test test-slow kernels-aot soak clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -35,11 +35,15 @@ format: install ## rewrite the code as ruff wants it
 # Processes that share the tests. Each computes on one thread, so that they don't take the cores from each other.
 TEST_PROCESSES ?= 2
 
+# Triton's kernels run by its interpreter in the tests, which it decides when it is imported.
 test: install ## the whole suite but for what is marked slow
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal -m "not slow and not gpu"
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal -m "not slow and not gpu"
 
 test-slow: install ## what takes minutes
-	$(BIN)/pytest -m "slow and not gpu"
+	TRITON_INTERPRET=1 $(BIN)/pytest -m "slow and not gpu"
+
+kernels-aot: install ## compile the Triton kernels for four generations of GPUs, none needed
+	$(BIN)/python -m ops.kernels_aot
 
 # Other words for it, for instance SOAK="--seconds 60 --seed 7 --runs 20".
 SOAK ?= --seconds 600

@@ -3,6 +3,7 @@
 import torch
 
 from kernels.compiled import launch, takes_rows, threads_for
+from kernels.dispatch import TRITON_DTYPES, use_triton
 from kernels.errors import KernelInputError
 
 
@@ -14,6 +15,10 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if gate_up.ndim != 2 or gate_up.shape[1] % 2:
         raise KernelInputError(f"gate_up is {tuple(gate_up.shape)}; it must be [num_tokens, 2 * F]")
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    if use_triton("silu_and_mul", gate_up) and gate_up.dtype in TRITON_DTYPES:
+        from kernels.gpu.rows import launch_silu_and_mul
+
+        return launch_silu_and_mul(gate_up if gate_up.stride(1) == 1 else gate_up.contiguous())
     if not takes_rows("silu_and_mul", gate_up, size):
         gate, up = gate_up.chunk(2, dim=1)
         return torch.nn.functional.silu(gate) * up

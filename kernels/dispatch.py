@@ -51,6 +51,8 @@ def parse_choices(text: str) -> Mapping[str, str]:
     return chosen
 
 
+# What Triton's kernels compute with; the KV cache may hold others.
+TRITON_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 _HAS_NUMBA: Final = find_spec("numba") is not None
 _HAS_TRITON: Final = find_spec("triton") is not None
 # Triton itself reads the variable when it is imported, once and for all.

@@ -1,30 +1,60 @@
 """Putting a step's keys and values into their slots of the paged cache.
 
 A slot is block * block_size + offset; the cache is [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim],
-index 0 of the third axis holding keys and index 1 values.
+index 0 of the third axis holding keys and index 1 values. A cache of float8_e4m3fn holds them divided by their scale,
+those beyond its largest number as that number.
 """
+
+import math
+from typing import Final
 
 import torch
 
 from kernels.compiled import launch, threads_for
-from kernels.dispatch import use_compiled
+from kernels.dispatch import TRITON_DTYPES, tell_fallback, use_compiled, use_triton
 from kernels.errors import KernelInputError
 from kernels.rotary import rotate_heads
 
+FP8: Final = torch.float8_e4m3fn
+FP8_MAX: Final = 448.0
+# The first capability of CUDA devices whose Triton code converts to it: Ada and Hopper.
+_FP8_CAPABILITY: Final = (8, 9)
+
 
 def write_kv(
-    keys: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tensor, kv_cache: torch.Tensor, layer: int
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Scatter keys and values [num_tokens, num_kv_heads, head_dim] into layer `layer` of the cache IN PLACE.
 
     slot_mapping int64 [num_tokens]; a token of slot -1 is not written. Where a slot stands twice, either token may win.
+    The scales are those of a cache in float8_e4m3fn.
     """
     written = slot_mapping >= 0
     slots = slot_mapping[written]
     block_size = kv_cache.shape[3]
     blocks, offsets = slots // block_size, slots % block_size
-    kv_cache[blocks, layer, 0, offsets] = keys[written].to(kv_cache.dtype)
-    kv_cache[blocks, layer, 1, offsets] = values[written].to(kv_cache.dtype)
+    keys, values = _stored(keys[written], kv_cache, k_scale), _stored(values[written], kv_cache, v_scale)
+    if kv_cache.dtype is FP8:  # as bytes, which torch can index everywhere
+        kv_cache, keys, values = kv_cache.view(torch.uint8), keys.view(torch.uint8), values.view(torch.uint8)
+    kv_cache[blocks, layer, 0, offsets] = keys
+    kv_cache[blocks, layer, 1, offsets] = values
+
+
+def _stored(numbers: torch.Tensor, kv_cache: torch.Tensor, scale: float) -> torch.Tensor:
+    if kv_cache.dtype is FP8:
+        numbers = (numbers.float() * _factor(scale)).clamp(-FP8_MAX, FP8_MAX)
+    return numbers.to(kv_cache.dtype)
+
+
+def _factor(scale: float) -> float:
+    """What a number is multiplied by before it is stored. A scale of 0 says that all of them are 0."""
+    return 1.0 / scale if scale else 0.0
 
 
 def rope_and_write(
@@ -36,12 +66,15 @@ def rope_and_write(
     layer: int,
     num_heads: int,
     num_kv_heads: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """Rotate queries and keys, write keys and values to their slots IN PLACE, return the rotated queries.
 
     qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], cos_sin float32 [max_positions, rotary_dim] (see
     `rotate_heads`), positions int64 or int32 [num_tokens], slot_mapping int64 [num_tokens] (-1: not written).
-    Positions and slots must lie inside the table and the cache; the compiled kernel does not check them.
+    Positions and slots must lie inside the table and the cache; the compiled kernel and Triton's do not check them.
+    The cache is of qkv's dtype, or float8_e4m3fn with scales: a key is stored as key / k_scale (0: as 0), rounded.
     Returns [num_tokens, num_heads, head_dim] of qkv's dtype.
     """
     num_rotated = num_heads + num_kv_heads
@@ -51,12 +84,46 @@ def rope_and_write(
             f"qkv is {tuple(qkv.shape)} for {num_heads} heads and {num_kv_heads} KV heads,"
             f" the cache {tuple(kv_cache.shape)}: their head counts or sizes differ"
         )
+    _check_scales(kv_cache, k_scale, v_scale)
+    if _takes_triton(qkv, kv_cache):
+        from kernels.gpu.kv_cache_write import launch_rope_and_write
+
+        return launch_rope_and_write(
+            qkv if qkv.stride(1) == 1 else qkv.contiguous(),
+            cos_sin if cos_sin.stride(1) == 1 else cos_sin.contiguous(),
+            positions.contiguous(),
+            slot_mapping.contiguous(),
+            kv_cache,
+            layer,
+            num_heads,
+            (_factor(k_scale), _factor(v_scale)),
+        )
     if _can_launch(qkv, cos_sin, kv_cache):
         return _launch(qkv, cos_sin, positions, slot_mapping, kv_cache, layer, num_heads)
     heads = qkv.reshape(qkv.shape[0], num_rotated + num_kv_heads, head_dim)
     rotated = rotate_heads(heads[:, :num_rotated], cos_sin, positions)
-    write_kv(rotated[:, num_heads:], heads[:, num_rotated:], slot_mapping, kv_cache, layer)
+    write_kv(rotated[:, num_heads:], heads[:, num_rotated:], slot_mapping, kv_cache, layer, k_scale, v_scale)
     return rotated[:, :num_heads].contiguous()
+
+
+def _check_scales(kv_cache: torch.Tensor, k_scale: float, v_scale: float) -> None:
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if not 0 <= scale < math.inf:
+            raise KernelInputError(f"{name} is {scale}: it must be finite and not below 0")
+        if scale != 1.0 and kv_cache.dtype is not FP8:
+            raise KernelInputError(f"{name} is {scale}, but the cache is {kv_cache.dtype}: only {FP8} has scales")
+
+
+def _takes_triton(qkv: torch.Tensor, kv_cache: torch.Tensor) -> bool:
+    if not use_triton("rope_and_write", qkv) or qkv.dtype not in TRITON_DTYPES:
+        return False
+    if kv_cache.stride(5) != 1:
+        tell_fallback("rope_and_write", f"the elements of a head lie {kv_cache.stride(5)} apart in the cache")
+        return False
+    if kv_cache.dtype is FP8 and qkv.is_cuda and torch.cuda.get_device_capability(qkv.device) < _FP8_CAPABILITY:
+        tell_fallback("rope_and_write", f"the device has no {FP8}, which takes compute capability 8.9")
+        return False
+    return True
 
 
 def _can_launch(qkv: torch.Tensor, cos_sin: torch.Tensor, kv_cache: torch.Tensor) -> bool:

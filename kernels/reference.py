@@ -7,6 +7,7 @@ import math
 
 import torch
 
+from kernels.checksum import COLUMN_STEP, ROW_STEP
 from kernels.noise import gumbel, row_keys
 from kernels.paged_attention import AttentionMetadata
 
@@ -44,6 +45,8 @@ def rope_and_write(
     layer: int,
     num_heads: int,
     num_kv_heads: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """As kernels.kv_cache_write.rope_and_write: the cache is written in its own dtype, the queries are float64."""
     num_tokens, half, block_size = qkv.shape[0], cos_sin.shape[1] // 2, kv_cache.shape[3]
@@ -57,9 +60,15 @@ def rope_and_write(
         slot = int(slot_mapping[token])
         if slot >= 0:
             place = kv_cache[slot // block_size, layer, :, slot % block_size]
-            place[0] = heads[token, num_heads : num_heads + num_kv_heads]
-            place[1] = heads[token, num_heads + num_kv_heads :]
+            place[0] = _storable(heads[token, num_heads : num_heads + num_kv_heads], kv_cache, k_scale)
+            place[1] = _storable(heads[token, num_heads + num_kv_heads :], kv_cache, v_scale)
     return heads[:, :num_heads]
+
+
+def _storable(numbers: torch.Tensor, kv_cache: torch.Tensor, scale: float) -> torch.Tensor:
+    if kv_cache.dtype is not torch.float8_e4m3fn:
+        return numbers
+    return torch.zeros_like(numbers) if scale == 0 else (numbers / scale).clamp(-448, 448)
 
 
 def paged_attention(
@@ -88,6 +97,31 @@ def copy_blocks(kv_cache: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) ->
     """As kernels.block_copy.copy_blocks."""
     for source, target in zip(src.tolist(), dst.tolist(), strict=True):
         kv_cache[target] = kv_cache[source].clone()
+
+
+def gather_blocks(kv_cache: torch.Tensor, ids: torch.Tensor, staging: torch.Tensor) -> None:
+    """As kernels.block_copy.gather_blocks."""
+    for place, block in enumerate(ids.tolist()):
+        staging[place] = kv_cache[block]
+
+
+def scatter_blocks(staging: torch.Tensor, ids: torch.Tensor, kv_cache: torch.Tensor) -> None:
+    """As kernels.block_copy.scatter_blocks."""
+    for place, block in enumerate(ids.tolist()):
+        kv_cache[block] = staging[place]
+
+
+def block_checksums(blocks: torch.Tensor) -> torch.Tensor:
+    """As kernels.checksum.block_checksums, in whole numbers without end."""
+    sums = []
+    for block in blocks.reshape(blocks.shape[0], blocks.shape[1] * blocks.shape[2], -1).view(torch.int64).tolist():
+        total = sum(
+            word * (ROW_STEP * (2 * r + 1) + COLUMN_STEP * (2 * c + 2))
+            for r, row in enumerate(block)
+            for c, word in enumerate(row)
+        )
+        sums.append((total + 2**63) % 2**64 - 2**63)
+    return torch.tensor(sums, dtype=torch.int64)
 
 
 def kept_tokens(scaled: torch.Tensor, top_k: int, top_p: float) -> list[int]:

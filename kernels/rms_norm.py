@@ -1,9 +1,15 @@
 """RMSNorm (Zhang and Sennrich, arXiv 1910.07467), alone and fused with the residual addition before it."""
 
+from typing import Final
+
 import torch
 
 from kernels.compiled import float_bits, launch, takes_rows, threads_for
+from kernels.dispatch import TRITON_DTYPES, tell_fallback, use_triton
 from kernels.errors import KernelInputError
+
+# Triton's kernel keeps a row in registers: 32 of each of 1024 threads.
+TRITON_MAX_HIDDEN: Final = 32768
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -12,6 +18,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x [num_tokens, hidden], weight [hidden] of the same dtype; the mean is taken in float32. Returns a new tensor.
     """
     _check(x, weight)
+    if _takes_triton(x):
+        return _launch_triton(x, None, weight, eps)
     if not takes_rows("rms_norm", x, x.shape[1]):
         return torch.nn.functional.rms_norm(x, (x.shape[1],), weight, eps)
     return _launch(x, None, weight, eps)
@@ -25,6 +33,8 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     _check(x, weight)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise KernelInputError(f"residual is {residual.dtype} {tuple(residual.shape)}, x {x.dtype} {tuple(x.shape)}")
+    if residual.stride(1) == 1 and _takes_triton(x):
+        return _launch_triton(x, residual, weight, eps)
     if not (takes_rows("rms_norm", x, x.shape[1]) and residual.stride(1) == 1):
         residual.add_(x)
         return torch.nn.functional.rms_norm(residual, (x.shape[1],), weight, eps)
@@ -37,6 +47,21 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
             f"x is {x.dtype} {tuple(x.shape)} and weight {weight.dtype} {tuple(weight.shape)};"
             " they must be [num_tokens, hidden] and [hidden] of one dtype"
         )
+
+
+def _takes_triton(x: torch.Tensor) -> bool:
+    if not use_triton("rms_norm", x) or x.dtype not in TRITON_DTYPES:
+        return False
+    if x.shape[1] > TRITON_MAX_HIDDEN:
+        tell_fallback("rms_norm", f"rows of {x.shape[1]} elements are longer than {TRITON_MAX_HIDDEN}")
+        return False
+    return True
+
+
+def _launch_triton(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    from kernels.gpu.rows import launch_rms_norm
+
+    return launch_rms_norm(x if x.stride(1) == 1 else x.contiguous(), residual, weight.contiguous(), eps)
 
 
 def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -5,6 +5,9 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+# Before anything imports triton, which decides then: its kernels run by its interpreter where no GPU could run them.
+os.environ.setdefault("TRITON_INTERPRET", "0" if Path("/dev/nvidiactl").exists() else "1")
+
 import platformdirs
 import pytest
 
