@@ -7,9 +7,9 @@ import math
 
 import torch
 
+from kernels.attention_inputs import PLAIN, AttentionMetadata, AttentionOptions
 from kernels.checksum import COLUMN_STEP, ROW_STEP
 from kernels.noise import gumbel, row_keys
-from kernels.paged_attention import AttentionMetadata
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -72,7 +72,12 @@ def _storable(numbers: torch.Tensor, kv_cache: torch.Tensor, scale: float) -> to
 
 
 def paged_attention(
-    query: torch.Tensor, kv_cache: torch.Tensor, layer: int, meta: AttentionMetadata, scale: float
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    meta: AttentionMetadata,
+    scale: float,
+    options: AttentionOptions = PLAIN,
 ) -> torch.Tensor:
     """As kernels.paged_attention.paged_attention; float64."""
     num_heads, block_size, num_kv_heads = query.shape[1], kv_cache.shape[3], kv_cache.shape[4]
@@ -81,16 +86,30 @@ def paged_attention(
         first, last = meta.query_starts[seq : seq + 2].tolist()
         places = [(int(meta.block_tables[seq, key // block_size]), key % block_size) for key in range(context_len)]
         for row in range(first, last):
-            seen = places[: context_len - (last - 1 - row)]
+            position = context_len - (last - row)
+            oldest = 0 if options.window is None else max(0, position + 1 - options.window)
+            seen = places[oldest : max(0, position + 1)]
             if not seen:
                 continue
-            keys = torch.stack([kv_cache[block, layer, 0, offset] for block, offset in seen]).double()
-            values = torch.stack([kv_cache[block, layer, 1, offset] for block, offset in seen]).double()
+            keys = torch.stack([kv_cache[block, layer, 0, offset].double() for block, offset in seen])
+            values = torch.stack([kv_cache[block, layer, 1, offset].double() for block, offset in seen])
             for head in range(num_heads):
                 kv_head = head * num_kv_heads // num_heads
-                weights = torch.softmax(scale * keys[:, kv_head] @ query[row, head].double(), dim=0)
-                out[row, head] = weights @ values[:, kv_head]
+                scores = scale * options.k_scale * keys[:, kv_head] @ query[row, head].double()
+                weights = _attention_weights(scores, head, options)
+                out[row, head] = options.v_scale * weights @ values[:, kv_head]
     return out
+
+
+def _attention_weights(scores: torch.Tensor, head: int, options: AttentionOptions) -> torch.Tensor:
+    """Softmax of the scores of the keys that one row sees, the last one at its own position."""
+    if options.soft_cap is not None:
+        scores = options.soft_cap * (scores / options.soft_cap).tanh()
+    if options.alibi_slopes is not None:
+        scores = scores + options.alibi_slopes[head].double() * torch.arange(1 - len(scores), 1)
+    if options.sinks is not None:
+        scores = torch.cat((scores, options.sinks[head : head + 1].double()))
+    return torch.softmax(scores, dim=0)[: len(scores) if options.sinks is None else -1]
 
 
 def copy_blocks(kv_cache: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:

@@ -1,0 +1,156 @@
+"""What a call of the attention gets beside its tensors, and the checks of all of it."""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from kernels.errors import KernelInputError
+
+# Of a cache whose keys and values are kept in 8 bits: 4 of exponent, 3 of mantissa, no infinities, at most 448.
+FP8: Final = torch.float8_e4m3fn
+# What queries of a cache in FP8 may be.
+_FP8_QUERIES: Final = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """What the attention of one step needs to know of its batch.
+
+    block_tables     int32 [num_seqs, max_blocks]; rows may be slices of a wider table (stride > max_blocks), and what
+                     stands past a sequence's last block is never read
+    query_starts     int32 [num_seqs + 1], ascending from 0: first query row of each sequence
+    context_lens     int32 [num_seqs]: keys of each sequence, this step's included
+    max_query_len    no sequence has more query rows
+    max_context_len  no sequence has more keys. Both bounds may be larger than what is there, up to what the table
+                     holds: launches on CUDA are sized by them alone, so that a captured graph serves any lengths below
+    is_deterministic tiles and splits are sized by the model alone, so that a row has the same bits in any batch, where
+                     the kernel on CUDA could else size them by the batch. The compiled kernel on the CPU always does
+    """
+
+    block_tables: torch.Tensor
+    query_starts: torch.Tensor
+    context_lens: torch.Tensor
+    max_query_len: int
+    max_context_len: int
+    is_deterministic: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What some models want of their attention. Query row at position p, its head h, key j of value v_j:
+
+        x_j = scale * k_scale * q·k_j
+        x_j = soft_cap * tanh(x_j / soft_cap)               with a soft cap (Gemma 2)
+        x_j = x_j + alibi_slopes[h] * (j - p)               with ALiBi (Press et al., arXiv 2108.12409)
+        out = v_scale * Σ exp(x_j) v_j / (Σ exp(x_j) + exp(sinks[h]))     over j in (p - window, p]
+
+    window        keys that a row sees, its own included; None: all
+    soft_cap      above 0; None: no cap
+    sinks         [num_heads]: a logit that takes weight and gives no value (GPT-OSS); None: none
+    alibi_slopes  [num_heads]; None: none
+    k_scale, v_scale  what the cache's numbers are multiplied by, for a cache in FP8; 0 is allowed: all were 0
+
+    Raises KernelInputError for a number that is out of range or a tensor that has no shape of one dimension.
+    """
+
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise KernelInputError(f"window is {self.window}: a row sees at least its own key, so 1 or more, or None")
+        if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:
+            raise KernelInputError(f"soft_cap is {self.soft_cap}: it must be above 0 and finite, or None")
+        for name in ("k_scale", "v_scale"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise KernelInputError(f"{name} is {getattr(self, name)}: it must be finite and not below 0")
+        for name in ("sinks", "alibi_slopes"):
+            tensor = getattr(self, name)
+            if tensor is not None and (tensor.ndim != 1 or not tensor.is_floating_point()):
+                raise KernelInputError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}: it must be floats [num_heads]")
+
+    @property
+    def is_plain(self) -> bool:
+        """True where nothing is asked for but softmax(scale * q kᵀ) v."""
+        return (
+            self.window is None
+            and self.soft_cap is None
+            and self.sinks is None
+            and self.alibi_slopes is None
+            and self.k_scale == self.v_scale == 1.0
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The options that are asked for, in the words of the fields."""
+        asked = tuple(
+            name for name in ("window", "soft_cap", "sinks", "alibi_slopes") if getattr(self, name) is not None
+        )
+        return asked + tuple(name for name in ("k_scale", "v_scale") if getattr(self, name) != 1.0)
+
+
+PLAIN: Final = AttentionOptions()
+
+
+def check(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    meta: AttentionMetadata,
+    options: AttentionOptions,
+    out: torch.Tensor | None,
+) -> None:
+    """Raise KernelInputError unless these belong together. Looks at shapes and dtypes alone, never at contents."""
+    _check_tensors(query, kv_cache, layer, out)
+    _check_batch(query, kv_cache, meta)
+    for name in ("sinks", "alibi_slopes"):
+        tensor = getattr(options, name)
+        if tensor is not None and (tensor.shape[0] != query.shape[1] or tensor.device != query.device):
+            raise KernelInputError(
+                f"{name} has {tensor.shape[0]} entries on {tensor.device}, the queries"
+                f" {query.shape[1]} heads on {query.device}"
+            )
+
+
+def _check_tensors(query: torch.Tensor, kv_cache: torch.Tensor, layer: int, out: torch.Tensor | None) -> None:
+    is_one_dtype = query.dtype == kv_cache.dtype or (kv_cache.dtype is FP8 and query.dtype in _FP8_QUERIES)
+    if query.ndim != 3 or kv_cache.ndim != 6 or query.shape[2] != kv_cache.shape[5] or not is_one_dtype:
+        raise KernelInputError(
+            f"query is {query.dtype} {tuple(query.shape)}, kv_cache {kv_cache.dtype} {tuple(kv_cache.shape)};"
+            " they must be [num_tokens, num_heads, head_dim] and"
+            " [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim] of one dtype, or the cache float8_e4m3fn"
+        )
+    if query.shape[1] % kv_cache.shape[4]:
+        raise KernelInputError(f"{query.shape[1]} query heads are no multiple of {kv_cache.shape[4]} KV heads")
+    if not 0 <= layer < kv_cache.shape[1]:
+        raise KernelInputError(f"layer is {layer}, and the cache has layers 0 to {kv_cache.shape[1] - 1}")
+    if query.device != kv_cache.device:
+        raise KernelInputError(f"query is on {query.device}, kv_cache on {kv_cache.device}: they must be on one device")
+    if out is not None and (out.shape != query.shape or out.dtype != query.dtype or out.device != query.device):
+        raise KernelInputError(
+            f"out is {out.dtype} {tuple(out.shape)} on {out.device}; it must be like query, {query.dtype}"
+            f" {tuple(query.shape)} on {query.device}"
+        )
+
+
+def _check_batch(query: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> None:
+    num_seqs = meta.context_lens.shape[0]
+    if meta.block_tables.shape[0] != num_seqs or meta.query_starts.shape[0] != num_seqs + 1:
+        raise KernelInputError(
+            f"{num_seqs} context lengths, but block_tables {tuple(meta.block_tables.shape)}"
+            f" and query_starts {tuple(meta.query_starts.shape)}"
+        )
+    capacity = meta.block_tables.shape[1] * kv_cache.shape[3]
+    if meta.max_context_len > capacity:
+        raise KernelInputError(
+            f"max_context_len is {meta.max_context_len}, but block_tables {tuple(meta.block_tables.shape)}"
+            f" of blocks of {kv_cache.shape[3]} hold {capacity} keys a sequence"
+        )
+    if meta.block_tables.device != query.device:
+        raise KernelInputError(f"block_tables are on {meta.block_tables.device}, query on {query.device}")
