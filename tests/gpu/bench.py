@@ -182,7 +182,7 @@ def _busy_s(engine: Engine, num_steps: int) -> float:
             engine.step()
         wait()
     name = "self_device_time_total" if DEVICE.type == "cuda" else "self_cpu_time_total"
-    return sum(getattr(event, name) for event in profiled.key_averages()) / 1e6 / num_steps
+    return sum([float(getattr(event, name)) for event in profiled.key_averages()]) / 1e6 / num_steps
 
 
 def article() -> dict[str, Any]:

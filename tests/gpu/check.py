@@ -119,6 +119,8 @@ def _run(stage: Stage, out: Path, ends_s: float, *, is_rehearsed: bool) -> Outco
             code = None
     outcome = Outcome(stage.name, "passed", time.monotonic() - started)
     _read(outcome, report, is_tests=bool(stage.tests))
+    if is_rehearsed and code == 0 and outcome.num_skipped and not outcome.num_passed:
+        outcome.status, outcome.words = "skipped", "needs a GPU, or TRITON_INTERPRET=1 and PAGEMILL_KERNELS=triton"
     if code != 0 or outcome.status == "failed":
         outcome.status = "failed"
         ended = f"stopped after {limit_s:.0f} s" if code is None else f"exit code {code}"

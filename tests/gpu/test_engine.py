@@ -43,7 +43,7 @@ def expected(folder: Path) -> dict[str, Continuation]:
 
 
 def generate(folder: Path, device: torch.device, prompts: list[list[int]], **options: Any) -> list[list[int]]:
-    options = {"dtype": "float32", "num_kv_blocks": 400, "max_num_seqs": 16} | options
+    options = {**options, "dtype": "float32", "num_kv_blocks": 400, "max_num_seqs": 16}
     with LLM(str(folder), device=device.type, cache_dir=folder, **options) as llm:
         if device.type == "cuda":
             assert (llm.info.num_cuda_graphs > 0) is options.get("cuda_graphs", True), "decodes are captured"

@@ -100,9 +100,8 @@ def test_norms_and_gates_equal_their_twins(device: torch.device, dtype: torch.dt
         error(rms_norm(x.to(device), weight.to(device), 1e-5).cpu(), reference.rms_norm(x, weight, 1e-5))
         < (TOLERANCE[dtype])
     )
-    added = residual.to(device)
+    twin, added = residual.clone(), residual.clone().to(device)
     normed = add_rms_norm(x.to(device), added, weight.to(device), 1e-5).cpu()
-    twin = residual.clone()
     assert error(normed, reference.add_rms_norm(x, twin, weight, 1e-5)) < TOLERANCE[dtype]
     assert error(added.cpu(), twin) < TOLERANCE[dtype]
     assert error(silu_and_mul(x.to(device)).cpu(), reference.silu_and_mul(x)) < TOLERANCE[dtype]
@@ -134,6 +133,6 @@ def test_draws_are_the_cpu_s(device: torch.device) -> None:
     top_k = torch.tensor([0, 0, 50, 0, 40, 1, 0, 5000, 7])
     top_p = torch.tensor([1.0, 1.0, 1.0, 0.9, 0.8, 1.0, 0.2, 1.0, 0.5])
     seeds, positions = torch.arange(9) * 7919, torch.arange(9) + 100
-    args = (temperature, top_k, top_p, seeds, positions)
-    drawn = sample(logits.to(device), *(tensor.to(device) for tensor in args), 4990)
-    assert drawn.cpu().tolist() == reference.sample(logits, *args, 4990).tolist()
+    args: list[Any] = [logits, temperature, top_k, top_p, seeds, positions]
+    drawn = sample(*[tensor.to(device) for tensor in args], vocab_limit=4990)
+    assert drawn.cpu().tolist() == reference.sample(*args, vocab_limit=4990).tolist()

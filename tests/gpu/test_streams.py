@@ -21,7 +21,7 @@ SLOW_CYCLES = 2_000_000
 def be_busy(device: torch.device) -> None:
     """Have the stream lag behind the host by about a millisecond."""
     if device.type == "cuda":
-        torch.cuda._sleep(SLOW_CYCLES)
+        torch.cuda._sleep(SLOW_CYCLES)  # type: ignore[no-untyped-call]
 
 
 def transport_of(device: torch.device) -> Transport:

@@ -4,6 +4,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -33,13 +34,17 @@ def median_s(work: Callable[[int], object], num_runs: int = 20) -> float:
     wait()
     if DEVICE.type != "cuda":
         return statistics.median([_host_s(work, number) for number in range(num_runs)])
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_runs)]
+    events = [[_event() for _ in range(2)] for _ in range(num_runs)]
     for number, (begin, end) in enumerate(events):
         begin.record()
         work(number)
         end.record()
     wait()
-    return statistics.median([begin.elapsed_time(end) / 1e3 for begin, end in events])
+    return statistics.median([float(begin.elapsed_time(end)) / 1e3 for begin, end in events])
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _host_s(work: Callable[[int], object], number: int) -> float:
