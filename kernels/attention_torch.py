@@ -18,7 +18,9 @@ def attend_with_torch(
     block_size, num_kv_heads, head_dim = kv_cache.shape[3:]
     starts, lens = meta.query_starts.tolist(), meta.context_lens.tolist()
     is_plain = options.is_plain and kv_cache.dtype is query.dtype
-    for seq, context_len in enumerate(lens):
+    capacity = meta.block_tables.shape[1] * block_size
+    for seq, length in enumerate(lens):
+        context_len = min(length, capacity)
         first, last = starts[seq], starts[seq + 1]
         query_len = last - first
         if query_len == 0:

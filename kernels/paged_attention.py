@@ -110,6 +110,7 @@ def _launch(
             meta.block_tables.data_ptr(), meta.block_tables.stride(0) * 4, meta.query_starts.data_ptr(),
             meta.context_lens.data_ptr(), meta.context_lens.shape[0], num_kv_heads, group, head_dim, float_bits(scale),
             scratch(num_threads * thread_bytes).data_ptr(), thread_bytes, product_address(),
+            meta.block_tables.shape[1] * kv_cache.shape[3],
         ),
         num_threads,
     )  # fmt: skip

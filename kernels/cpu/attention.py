@@ -48,8 +48,8 @@ MINUS_INFINITY = float("-inf")
 (
     QUERY, QUERY_TOKEN, OUT, OUT_TOKEN, CACHE, BLOCK_STRIDE, VALUE_OFFSET, SLOT_STRIDE, BLOCK_SIZE, TABLES, TABLE_ROW,
     STARTS, LENGTHS, NUM_SEQS, NUM_KV_HEADS, GROUP, HEAD_DIM, SCALE, SCRATCH, SCRATCH_STRIDE,
-    PRODUCT,
-) = range(ARGUMENTS, ARGUMENTS + 8 * 21, 8)  # fmt: skip
+    PRODUCT, MAX_KEYS,
+) = range(ARGUMENTS, ARGUMENTS + 8 * 22, 8)  # fmt: skip
 
 
 def scratch_bytes(head_dim: int, max_rows: int) -> int:
@@ -256,8 +256,9 @@ def _attend_tile(
     split_stats, work = stats + stat_bytes, stats + 2 * stat_bytes
     table = load_i64(task + TABLES) + seq * load_i64(task + TABLE_ROW)
     base = load_i64(task + CACHE) + kv_head * head_dim * 4
-    # The sequence's last query row has the position of its last key.
-    first_position = load_i32(load_i64(task + LENGTHS) + seq * 4) - (query_end - first_row)
+    # A length that lies must not lead beyond the table. The last query row has the position of the last key.
+    context_len = min(load_i32(load_i64(task + LENGTHS) + seq * 4), load_i64(task + MAX_KEYS))
+    first_position = context_len - (query_end - first_row)
     num_keys = first_position + num_tokens
     _load_query(task, first_row, num_tokens, kv_head, query)
     _attend_split(task, table, base, query, num_rows, first_position, 0, min(KEY_SPLIT, num_keys), stats, out, work)

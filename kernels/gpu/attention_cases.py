@@ -11,7 +11,6 @@ from kernels.gpu.case import Case, meta
 from kernels.gpu.paged_attention import attend_with_triton
 
 _NUM_SEQS: Final = 64
-_CONTEXT_LEN: Final = 4096
 _NUM_LAYERS: Final = 2
 
 
@@ -57,42 +56,34 @@ SHAPES: Final = {
     "32/8 heads of 128": Shape(32, 8, 128),
     "32/8 heads of 128, fp16": Shape(32, 8, 128, dtype=torch.float16),
     "28/4 heads of 128, blocks of 32": Shape(28, 4, 128, 32),
-    "40/40 heads of 128, blocks of 64": Shape(40, 40, 128, 64),
     "64/8 heads of 128, blocks of 8": Shape(64, 8, 128, 8),
     "32/32 heads of 80": Shape(32, 32, 80),
     "32/32 heads of 96, window": Shape(32, 32, 96, options=AttentionOptions(window=2047)),
     "8/4 heads of 256, soft cap, window": Shape(8, 4, 256, options=AttentionOptions(window=4096, soft_cap=50.0)),
-    "8/1 heads of 256": Shape(8, 1, 256),
     "64/8 heads of 64, sinks, window": Shape(64, 8, 64, options=AttentionOptions(window=128, sinks=_heads(64))),
     "32/32 heads of 128, ALiBi": Shape(32, 32, 128, options=AttentionOptions(alibi_slopes=_heads(32))),
-    "71/1 heads of 64": Shape(71, 1, 64),
+    "71/1 heads of 64, blocks of 64": Shape(71, 1, 64, 64),
     "32/8 heads of 128, fp8": Shape(32, 8, 128, cache_dtype=FP8, options=AttentionOptions(k_scale=0.5, v_scale=0.5)),
     "9/3 heads of 64, fp16, fp8": Shape(9, 3, 64, 16, torch.float16, FP8),
     "8/4 heads of 256, fp8": Shape(8, 4, 256, cache_dtype=FP8),
     "9/3 heads of 64, fp32": Shape(9, 3, 64, dtype=torch.float32),
-    "32/8 heads of 128, fp32": Shape(32, 8, 128, dtype=torch.float32),
+    "40/40 heads of 128, fp32": Shape(40, 40, 128, dtype=torch.float32),
     "8/4 heads of 256, fp32": Shape(8, 4, 256, dtype=torch.float32),
-    "32/8 heads of 128, fp32, fp8": Shape(32, 8, 128, dtype=torch.float32, cache_dtype=FP8),
 }
 
 
 def _cases() -> list[Case]:
+    """Decodes over several splits; prefills over one, which launch the decode without a merge as well."""
     cases = []
     for name, shape in SHAPES.items():
         least = 89 if shape.cache_dtype is FP8 else 80
         # Products of float32 are made by the ordinary units: the matrix units would round to TF32.
         has_matrix_units = shape.dtype is not torch.float32
-        cases += [
-            Case(f"decode {name}", partial(_attend, shape, 1, _CONTEXT_LEN), has_matrix_units, least),
-            Case(f"decode {name}, one split", partial(_attend, shape, 1, 512), has_matrix_units, least),
-            Case(f"prefill {name}", partial(_attend, shape, 512, _CONTEXT_LEN), has_matrix_units, least),
-            Case(
-                f"short prefill {name}",
-                partial(_attend, shape, 4, _CONTEXT_LEN, is_deterministic=False),
-                has_matrix_units,
-                least,
-            ),
-        ]
+        cases.append(Case(f"decode {name}", partial(_attend, shape, 1, 4096), has_matrix_units, least))
+        cases.append(Case(f"prefill {name}", partial(_attend, shape, 512, 512), has_matrix_units, least))
+    for name in ("9/3 heads of 64", "32/8 heads of 128", "8/4 heads of 256, soft cap, window"):
+        run = partial(_attend, SHAPES[name], 4, 4096, is_deterministic=False)
+        cases.append(Case(f"short prefill {name}", run, is_decode=True))
     return cases
 
 

@@ -51,7 +51,8 @@ def prefill_sizes(head_dim: int, group: int, element_bytes: int, capability: int
         return Sizes(16, 64 if width <= 128 else 32, 4, 2)
     if width > 128:
         return Sizes(64, 32, 8, 2)
-    return Sizes(128 if capability != 89 else 64, 64, 8 if capability != 89 else 4, 2)
+    # Before Hopper the accumulator of 128 rows does not fit beside the scores of 64 keys.
+    return Sizes(128 if capability >= 90 else 64, 64, 8, 2)
 
 
 def split_len(num_programs: int, max_context_len: int, num_sms: int, *, is_deterministic: bool) -> int:

@@ -78,8 +78,10 @@ def attend_tile(
     scores = dot(queries, tl.trans(as_operand(k, queries)))
     factor = scale
     if HAS_CAP:
-        # tanh(x) = 1 - 2 / (1 + e^2x), which is right at both ends of e^2x.
-        scores = cap * LOG2_E * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * scale / cap))))
+        # tanh |x| = (1 - e^-2|x|) / (1 + e^-2|x|), which overflows nowhere.
+        power = tl.exp2(tl.abs(scores) * (-2.0 * scale / cap))
+        capped = cap * LOG2_E * (1.0 - power) / (1.0 + power)
+        scores = tl.where(scores < 0.0, -capped, capped)
         factor = 1.0
     if HAS_SLOPES:
         distance = (keys[None, :] - positions[:, None]).to(tl.float32)

@@ -32,13 +32,12 @@ def find_sequence(query_starts: tl.tensor, num_seqs: tl.tensor, q_block: tl.tens
 def key_bounds(
     first_position: tl.tensor,
     end_position: tl.tensor,
-    max_keys: tl.tensor,
     window: tl.tensor,
     TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ) -> tl.tensor:
     """(first_key, last_key, whole_begin, whole_end): keys that some row sees, and tiles that every row sees whole."""
-    last_key = tl.minimum(tl.maximum(end_position, 0), max_keys)
+    last_key = tl.maximum(end_position, 0)
     whole_end = tl.minimum(tl.maximum(first_position + 1, 0), last_key) // TILE
     first_key = 0 * last_key
     whole_begin = first_key
@@ -97,7 +96,7 @@ def prefill_kernel(
     if (first_row >= query_len) | (query_len < 2):
         return
     kv_head = tl.program_id(1) // parts
-    context_len = tl.load(context_lens + seq)
+    context_len = tl.minimum(tl.load(context_lens + seq), max_keys)
     rows = tl.arange(0, BLOCK_M)
     lanes = tl.arange(0, D_PAD)
     row = first_row + rows // HEADS
@@ -112,9 +111,7 @@ def prefill_kernel(
     positions = context_len - query_len + row
     first_position = context_len - query_len + first_row
     end_position = tl.minimum(first_position + block_q, context_len)
-    first_key, last_key, whole_begin, whole_end = key_bounds(
-        first_position, end_position, max_keys, window, TILE, HAS_WINDOW
-    )
+    first_key, last_key, whole_begin, whole_end = key_bounds(first_position, end_position, window, TILE, HAS_WINDOW)
     slope = tl.zeros([BLOCK_M], tl.float32)
     if slopes is not None:
         slope = tl.load(slopes + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E

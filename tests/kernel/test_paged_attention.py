@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -131,6 +132,15 @@ def test_other_dtypes_are_served(dtype: torch.dtype, tolerance: float) -> None:
     result = attend(batch)
     assert result.dtype is dtype
     assert error(result, expected(batch)) < tolerance
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_a_length_beyond_the_table_reads_no_further_than_the_table(query_len: int) -> None:
+    """A length that lies must not lead into other memory: the keys that the table has are all there is."""
+    batch = ragged_batch([(query_len, 32), (query_len, 32)], block_size=16)
+    table, lengths = batch.meta.block_tables[:, :2], torch.full_like(batch.meta.context_lens, 1_000_000)
+    lying = replace(batch.meta, block_tables=table, context_lens=lengths)
+    assert error(attend(Batch(batch.query, batch.kv_cache, lying)), expected(batch)) < TOLERANCE
 
 
 def test_a_wrong_shape_is_refused_by_name() -> None:

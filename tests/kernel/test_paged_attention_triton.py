@@ -104,13 +104,12 @@ def test_table_entries_past_the_end_are_not_followed(padding: int) -> None:
     assert error(attend(batch), expected(batch)) < FP32
 
 
-def test_a_length_beyond_the_table_reads_no_further_than_the_table() -> None:
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_a_length_beyond_the_table_reads_no_further_than_the_table(query_len: int) -> None:
     """A length that lies must not lead into other memory: the keys that the table has are all there is."""
-    batch = make_batch([(1, 32), (1, 32)], block_size=16)
-    table = batch.meta.block_tables[:, :2]
-    lying = replace(
-        batch.meta, block_tables=table, context_lens=torch.full_like(batch.meta.context_lens, 1000), max_context_len=32
-    )
+    batch = make_batch([(query_len, 32), (query_len, 32)], block_size=16)
+    table, lengths = batch.meta.block_tables[:, :2], torch.full_like(batch.meta.context_lens, 1_000_000)
+    lying = replace(batch.meta, block_tables=table, context_lens=lengths)
     assert error(attend(Batch(batch.query, batch.kv_cache, lying)), expected(batch)) < FP32
 
 
