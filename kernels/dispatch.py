@@ -26,7 +26,7 @@ ENV_VAR: Final = "PAGEMILL_KERNELS"
 CHOICES: Final = ("auto", "torch", "triton")
 KERNELS: Final = (
     *("attention", "rope_and_write", "rms_norm", "silu_and_mul", "linear", "sample", "top_logprobs"),
-    *("block_copy", "checksum"),
+    *("block_copy", "checksum", "penalties"),
 )
 
 log = logging.getLogger("pagemill.kernels")

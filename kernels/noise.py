@@ -15,11 +15,11 @@ relative resolution in the upper tail, where the winners are.
 
 from typing import Final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 GOLDEN: Final = 0x9E3779B97F4A7C15
+SPLIT_1: Final = 0xBF58476D1CE4E5B9
+SPLIT_2: Final = 0x94D049BB133111EB
 TOKEN_FACTOR: Final = 0x9E3779B1
 FMIX_1: Final = 0x85EBCA6B
 FMIX_2: Final = 0xC2B2AE35
@@ -31,19 +31,28 @@ SERIES: Final = tuple(1.0 / n for n in (17, 15, 13, 11, 9, 7, 5, 3, 1))
 _MASK_32: Final = 0xFFFFFFFF
 
 
-def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = x + np.uint64(GOLDEN)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def signed(word: int) -> int:
+    """A 64-bit word as the int64 of the same bits."""
+    return word - (word >> 63 << 64)
+
+
+def _logical_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """x >> bits of int64 that stands for unsigned words: torch's own shift copies the sign into the upper bits."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _splitmix64(x: torch.Tensor) -> torch.Tensor:
+    """int64 in and out, for the unsigned words of the same bits; sums and products wrap."""
+    x = x + signed(GOLDEN)
+    x = (x ^ _logical_shift(x, 30)) * signed(SPLIT_1)
+    x = (x ^ _logical_shift(x, 27)) * signed(SPLIT_2)
+    return x ^ _logical_shift(x, 31)
 
 
 def row_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The key of each row, int64 [rows, 2] on the CPU: low and high 32 bits. seeds, positions int64 [rows]."""
-    seed_bits, position_bits = (t.cpu().long().numpy().astype(np.uint64) for t in (seeds, positions))
-    keys = _splitmix64(seed_bits + np.uint64(GOLDEN) * _splitmix64(position_bits))
-    halves = np.stack((keys & np.uint64(_MASK_32), keys >> np.uint64(32)), axis=1)
-    return torch.from_numpy(halves.astype(np.int64))
+    """The key of each row, int64 [rows, 2] on their device: low and high 32 bits. seeds, positions int64 [rows]."""
+    keys = _splitmix64(seeds + signed(GOLDEN) * _splitmix64(positions))
+    return torch.stack((keys & _MASK_32, _logical_shift(keys, 32)), dim=1)
 
 
 def _fmix32(h: torch.Tensor) -> torch.Tensor:
@@ -59,7 +68,7 @@ def token_hash(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return _fmix32(h ^ keys[:, 1:])
 
 
-def _log(x: torch.Tensor) -> torch.Tensor:
+def log(x: torch.Tensor) -> torch.Tensor:
     """Natural logarithm of positive normal float64, by the series above; every operation rounds once."""
     bits = x.view(torch.int64)
     exponent = (bits >> 52) - 1023
@@ -72,10 +81,10 @@ def _log(x: torch.Tensor) -> torch.Tensor:
     total = torch.full_like(z, SERIES[0])
     for coefficient in SERIES[1:]:
         total = total * z + coefficient
-    return exponent * LN_2 + (s + s) * total
+    return exponent.double() * LN_2 + (s + s) * total
 
 
 def gumbel(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Gumbel noise of every token, float32 [rows, vocab_size], for keys int64 [rows, 2] of `row_keys`."""
     v = (token_hash(keys, vocab_size).double() + 0.5) * 2.0**-32
-    return (-_log(-_log(1.0 - v))).float()
+    return (-log(-log(1.0 - v))).float()

@@ -10,6 +10,7 @@ import torch
 from kernels.attention_inputs import PLAIN, AttentionMetadata, AttentionOptions
 from kernels.checksum import COLUMN_STEP, ROW_STEP
 from kernels.noise import gumbel, row_keys
+from kernels.penalties import Penalties
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -143,9 +144,29 @@ def block_checksums(blocks: torch.Tensor) -> torch.Tensor:
     return torch.tensor(sums, dtype=torch.int64)
 
 
-def kept_tokens(scaled: torch.Tensor, top_k: int, top_p: float) -> list[int]:
-    """Ids that top-k and then top-p leave of one row of scaled logits float32 [vocab], by sorting; ascending."""
+def apply_penalties(logits: torch.Tensor, penalties: Penalties) -> None:
+    """As kernels.penalties.apply_penalties, token by token; float64, rounded to the logits' dtype at the end."""
+    for row in range(logits.shape[0]):
+        num_prompt, num_tokens = int(penalties.num_prompt[row]), int(penalties.num_tokens[row])
+        tokens = penalties.token_ids[int(penalties.sequences[row])].tolist()
+        prompt, output = tokens[: min(num_prompt, num_tokens)], tokens[num_prompt:num_tokens]
+        for token in range(logits.shape[1]):
+            logit, count = float(logits[row, token]), output.count(token)
+            if count or token in prompt:
+                repetition = float(penalties.repetition[row])
+                logit = logit / repetition if logit > 0 else logit * repetition
+            logit -= count * float(penalties.frequency[row])
+            if count:
+                logit -= float(penalties.presence[row])
+            logits[row, token] = logit
+
+
+def kept_tokens(scaled: torch.Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> list[int]:
+    """Ids that min-p, top-k and then top-p leave of one row of scaled logits float32 [vocab], by sorting; ascending."""
     order = sorted(range(len(scaled)), key=lambda token: -float(scaled[token]))
+    if min_p > 0:
+        cut = torch.tensor(math.log(min(min_p, 1.0)))
+        order = [token for token in order if scaled[token] >= cut]
     if 0 < top_k < len(order):
         order = [token for token in order if scaled[token] >= scaled[order[top_k - 1]]]
     if top_p < 1:
@@ -167,6 +188,7 @@ def sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     vocab_limit: int,
+    min_p: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As kernels.sampling.sample. Scaling and adding noise round to float32, which is part of the specification."""
     ids = []
@@ -183,7 +205,8 @@ def sample(
             continue
         scaled = (values - largest) / temperature[row]
         noise = gumbel(row_keys(seeds[row : row + 1], positions[row : row + 1]), vocab_limit)[0]
-        kept = kept_tokens(scaled, int(top_k[row]), float(top_p[row]))
+        share_of_largest = 0.0 if min_p is None else float(min_p[row])
+        kept = kept_tokens(scaled, int(top_k[row]), float(top_p[row]), share_of_largest)
         ids.append(max(kept, key=lambda token: (float(scaled[token] + noise[token]), -token)))
     return torch.tensor(ids)
 

@@ -27,20 +27,32 @@ def _with_torch(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tenso
     num_rows, vocab_size = logits.shape
     usable = logits.masked_fill(~logits.isfinite(), -torch.inf)
     num_found = min(k, vocab_size)
-    # `topk` has no order among equals, so it only tells how large the last one is; of its equals the first are taken.
-    cut = usable.topk(num_found, dim=1).values[:, -1:]
-    is_above, is_equal = usable > cut, usable == cut
-    num_wanted = num_found - is_above.sum(dim=1, keepdim=True)
-    is_kept = is_above | (is_equal & (is_equal.cumsum(dim=1) <= num_wanted))
-    ids = is_kept.nonzero()[:, 1].reshape(num_rows, num_found)
-    chosen, order = usable.gather(1, ids).sort(dim=1, descending=True, stable=True)
+    chosen, ids = (_first_largest if logits.device.type == "cpu" else _sorted_largest)(usable, num_found)
     is_missing = chosen == -torch.inf
     logprobs = chosen.double() - usable.double().logsumexp(dim=1, keepdim=True)
     values = torch.full((num_rows, k), -torch.inf, dtype=torch.float64, device=logits.device)
     found = torch.full((num_rows, k), -1, device=logits.device)
     values[:, :num_found] = logprobs.masked_fill(is_missing, -torch.inf)
-    found[:, :num_found] = ids.gather(1, order).masked_fill(is_missing, -1)
+    found[:, :num_found] = ids.masked_fill(is_missing, -1)
     return values, found
+
+
+def _first_largest(usable: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of each row in order, and where they are; of equals the first comes first."""
+    # `topk` has no order among equals, so it only tells how large the last one is; of its equals the first are taken.
+    cut = usable.topk(k, dim=1).values[:, -1:]
+    is_above, is_equal = usable > cut, usable == cut
+    num_wanted = k - is_above.sum(dim=1, keepdim=True)
+    is_kept = is_above | (is_equal & (is_equal.cumsum(dim=1) <= num_wanted))
+    ids = is_kept.nonzero()[:, 1].reshape(-1, k)
+    chosen, order = usable.gather(1, ids).sort(dim=1, descending=True, stable=True)
+    return chosen, ids.gather(1, order)
+
+
+def _sorted_largest(usable: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by sorting the whole row: more work, but no wait of the host for the device, as `nonzero` would be."""
+    chosen, ids = usable.sort(dim=1, descending=True, stable=True)
+    return chosen[:, :k], ids[:, :k]
 
 
 def _launch(logits: torch.Tensor, k: int, vocab_limit: int) -> tuple[torch.Tensor, torch.Tensor]:

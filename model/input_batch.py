@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.paged_attention import AttentionMetadata
+from kernels.penalties import Penalties
 from model.decode_shapes import DecodeShape, DecodeShapes
 from model.errors import RunnerInputError
 from model.staging import Staging, transport_for
@@ -30,19 +31,24 @@ STAGED_BYTES = 1 << 20
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
     """How each sampled row wants its token, one element a row; `positions` are the indices of the tokens to be drawn
-    in their whole sequences, so that a draw is the same alone, in any batch and after a preemption."""
+    in their whole sequences, so that a draw is the same alone, in any batch and after a preemption. `penalties` is None
+    where no row has any."""
 
     temperature: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
+    min_p: torch.Tensor
     seeds: torch.Tensor
     positions: torch.Tensor
+    penalties: Penalties | None
 
     def rows(self, start: int, end: int) -> "SamplingRows":
         """Rows [start, end) of them."""
         cut = slice(start, end)
         return SamplingRows(
-            self.temperature[cut], self.top_k[cut], self.top_p[cut], self.seeds[cut], self.positions[cut]
+            *(self.temperature[cut], self.top_k[cut], self.top_p[cut], self.min_p[cut]),
+            *(self.seeds[cut], self.positions[cut]),
+            None if self.penalties is None else self.penalties.rows(start, end),
         )
 
 
@@ -104,7 +110,13 @@ class InputBatch:
         self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self._top_p = np.ones(max_num_seqs, dtype=np.float32)
+        self._min_p = np.zeros(max_num_seqs, dtype=np.float32)
         self._seeds = np.zeros(max_num_seqs, dtype=np.int64)
+        self._has_penalties = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
+        self._repetition = np.ones(max_num_seqs, dtype=np.float32)
+        self._frequency = np.zeros(max_num_seqs, dtype=np.float32)
+        self._presence = np.zeros(max_num_seqs, dtype=np.float32)
         self._is_choosing = np.zeros(max_num_seqs, dtype=np.bool_)
         self._num_candidates = np.zeros(max_num_seqs, dtype=np.int64)
         self._row_of: dict[str, int] = {}
@@ -152,7 +164,13 @@ class InputBatch:
         self._temperature[row] = 0.0 if new_row.num_candidates else sampling.temperature
         self._top_k[row] = sampling.top_k
         self._top_p[row] = sampling.top_p
+        self._min_p[row] = sampling.min_p
         self._seeds[row] = new_row.seed
+        self._has_penalties[row] = sampling.has_penalties
+        self._num_prompt[row] = new_row.num_prompt_tokens
+        self._repetition[row] = sampling.repetition_penalty
+        self._frequency[row] = sampling.frequency_penalty
+        self._presence[row] = sampling.presence_penalty
         self._is_choosing[row] = sampling.is_choosing
         self._num_candidates[row] = new_row.num_candidates
 
@@ -290,9 +308,24 @@ class InputBatch:
             temperature=self._to_device(self._temperature[rows]),
             top_k=self._to_device(self._top_k[rows]),
             top_p=self._to_device(self._top_p[rows]),
+            min_p=self._to_device(self._min_p[rows]),
             seeds=self._to_device(self._seeds[rows]),
             positions=self._to_device(positions),
+            penalties=self._penalties(rows, positions) if self._has_penalties[rows].any() else None,
         )
+
+    def _penalties(self, rows: IntArray, positions: IntArray) -> Penalties:
+        """Penalties of rows whose next tokens have these positions, read off the tokens that they hold now.
+
+        On the CPU all rows' tokens in place; elsewhere a copy of what these rows hold.
+        """
+        if self._device.type == "cpu":
+            token_ids, sequences = self._token_ids, rows
+        else:
+            token_ids, sequences = self._token_ids[rows, : positions.max()], np.arange(len(rows))
+        columns = (sequences, self._num_prompt[rows], positions)
+        amounts = (self._repetition[rows], self._frequency[rows], self._presence[rows])
+        return Penalties(*(self._to_device(each) for each in (token_ids, *columns, *amounts)))
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """The array's own memory on the CPU; staged, it is there for what is launched once `prepare` has returned."""

@@ -2,6 +2,7 @@
 
 import torch
 
+from kernels.penalties import apply_penalties
 from kernels.sampling import sample
 from kernels.top_logprobs import top_logprobs
 from model.input_batch import SamplingRows
@@ -15,9 +16,17 @@ class Sampler:
         self.vocab_limit = vocab_limit
 
     def __call__(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """int64 [num_rows] token ids from logits [num_rows, vocab_size]; -1 where no logit is a finite number."""
+        """int64 [num_rows] token ids from logits [num_rows, vocab_size]; -1 where no logit is a finite number.
+
+        The logits stay as they are: penalties change a copy.
+        """
+        if rows.penalties is not None:
+            logits = logits.to(torch.float32, copy=True)
+            apply_penalties(logits, rows.penalties)
         return sample(
-            logits.float(), rows.temperature, rows.top_k, rows.top_p, rows.seeds, rows.positions, self.vocab_limit
+            *(logits, rows.temperature, rows.top_k, rows.top_p, rows.seeds, rows.positions),
+            vocab_limit=self.vocab_limit,
+            min_p=rows.min_p,
         )
 
     def logprobs(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

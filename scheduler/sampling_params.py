@@ -13,6 +13,9 @@ MAX_SEED = 2**63 - 1
 MAX_CHOICES = 16
 MAX_BEAM_WIDTH = 16
 MAX_LENGTH_PENALTY = 10.0
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 100.0
+MAX_ADDED_PENALTY = 2.0
 
 EarlyStopping = bool | Literal["never"]
 
@@ -23,7 +26,12 @@ class SamplingParams:
 
     temperature: 0 is greedy (argmax of the raw logits, the first index wins a tie).
     top_k: keep the k likeliest tokens; 0 keeps all. top_p: keep the smallest set of likeliest tokens whose
-        probabilities reach p; 1 keeps all.
+        probabilities reach p; 1 keeps all. min_p: keep the tokens at least so many times as probable as the likeliest;
+        0 keeps all. min_p is applied first, then top_k, then top_p.
+    repetition_penalty: the logit of each token of the prompt or the output is divided by it where it is positive, and
+        multiplied where not; 1 is neutral. frequency_penalty, presence_penalty: the logit of a token that is n times in
+        the output falls by n times the one, and by the other if n > 0; 0 is neutral. Before everything else, greedy or
+        not. They follow from the tokens alone, so a preemption or a restart changes nothing.
     seed: the noise of a draw is a pure function of (seed, position), so from the same logits one seed gives one text,
         alone or in any batch. Logits are the same to the bit with the compiled kernels (float32 on the CPU); elsewhere
         they round by batch size, so a near tie may fall otherwise. None: the engine draws a seed.
@@ -38,7 +46,8 @@ class SamplingParams:
     best_of: where it is above n, so many are generated, and the n of the largest sum of log probabilities (of the
         model's raw logits) are the answer, the best first.
     beam_width: above 1, beam search with so many beams (transformers' `num_beams`), and the `n` best of what it finds
-        are the answer, the best first. Nothing is drawn: temperature, top_k, top_p and seed have no part in it.
+        are the answer, the best first. Nothing is drawn: temperature, min_p, top_k, top_p and seed have no part in it,
+        and penalties are refused.
     length_penalty, early_stopping: how its hypotheses are scored, and when there are enough of them (`BeamSearch`).
 
     Raises InvalidSamplingParamsError, which names the field and what is accepted.
@@ -58,6 +67,10 @@ class SamplingParams:
     beam_width: int = 1
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 100):
@@ -78,8 +91,24 @@ class SamplingParams:
             raise InvalidSamplingParamsError(
                 f"best_of is {self.best_of}: use a whole number from n, which is {self.n}, to {MAX_CHOICES}"
             )
+        self._check_penalties()
         self._check_stops()
         self._check_beams()
+
+    def _check_penalties(self) -> None:
+        if not (math.isfinite(self.min_p) and 0 <= self.min_p <= 1):
+            raise InvalidSamplingParamsError(f"min_p is {self.min_p}: use a number from 0 (keeps all) to 1")
+        if not MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY:
+            raise InvalidSamplingParamsError(
+                f"repetition_penalty is {self.repetition_penalty}: use a number from {MIN_REPETITION_PENALTY:g} to "
+                f"{MAX_REPETITION_PENALTY:g}, 1 for none"
+            )
+        for name in ("frequency_penalty", "presence_penalty"):
+            value: float = getattr(self, name)
+            if not abs(value) <= MAX_ADDED_PENALTY:
+                raise InvalidSamplingParamsError(
+                    f"{name} is {value}: use a number from -{MAX_ADDED_PENALTY:g} to {MAX_ADDED_PENALTY:g}, 0 for none"
+                )
 
     def _check_beams(self) -> None:
         if not 1 <= self.beam_width <= MAX_BEAM_WIDTH:
@@ -104,6 +133,11 @@ class SamplingParams:
                 f"best_of is {self.best_of} and beam_width {self.beam_width}: best_of chooses among draws, beam_width "
                 "among beams: leave one of them out"
             )
+        if self.has_penalties:
+            raise InvalidSamplingParamsError(
+                f"beam_width is {self.beam_width}: beams are compared by the model's own probabilities, so leave out "
+                "repetition_penalty, frequency_penalty and presence_penalty"
+            )
         if self.stop:
             raise InvalidSamplingParamsError(
                 "stop can't end a beam, since it is looked for in text, and beams are tokens that may still be "
@@ -123,6 +157,11 @@ class SamplingParams:
         for token_id in self.stop_token_ids:
             if token_id < 0:
                 raise InvalidSamplingParamsError(f"stop_token_ids holds {token_id}: token ids start at 0")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what was said so far changes what is said next, beside the model itself."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
     @property
     def num_sequences(self) -> int:

@@ -209,7 +209,10 @@ def _not_empty(name: str, value: _Prompt) -> _Prompt:
 
 def _sampling_of(body: Mapping[str, Any]) -> SamplingParams:
     params: dict[str, Any] = {}
-    for name in ("temperature", "top_p", "length_penalty"):
+    for name in (
+        *("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+        "length_penalty",
+    ):
         if name in body:
             params[name] = as_float(name, body[name])
     for name in ("top_k", "max_tokens", "seed", "n", "best_of", "beam_width"):

@@ -45,6 +45,10 @@ BODY_FIELDS: Mapping[str, Kind] = {
     "temperature": Kind.FLOAT,
     "top_p": Kind.FLOAT,
     "top_k": Kind.INT,
+    "min_p": Kind.FLOAT,
+    "presence_penalty": Kind.FLOAT,
+    "frequency_penalty": Kind.FLOAT,
+    "repetition_penalty": Kind.FLOAT,
     "seed": Kind.INT,
     "stop": Kind.TEXT_OR_JSON,
     "stop_token_ids": Kind.JSON,
@@ -66,10 +70,6 @@ BODY_FIELDS: Mapping[str, Kind] = {
 # Fields of the protocol that this version doesn't do yet, with the values that ask for nothing.
 NOT_YET_FIELDS: Mapping[str, tuple[Kind, tuple[Any, ...]]] = {
     "min_tokens": (Kind.INT, (0,)),
-    "min_p": (Kind.FLOAT, (0,)),
-    "presence_penalty": (Kind.FLOAT, (0,)),
-    "frequency_penalty": (Kind.FLOAT, (0,)),
-    "repetition_penalty": (Kind.FLOAT, (1,)),
     "logit_bias": (Kind.JSON, ({}, [])),
     "logprobs": (Kind.JSON, (0, False)),
     "prompt_logprobs": (Kind.JSON, (0, False)),

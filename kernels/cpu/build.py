@@ -31,6 +31,7 @@ BODIES: Final = {
     "rope_and_write": ("elementwise", 1),
     "rms_norm": ("elementwise", 1),
     "silu_and_mul": ("elementwise", 1),
+    "penalties": ("penalties", 1),
     "sample": ("sampling", 1),
     "top_logprobs": ("top_logprobs", 1),
 }

@@ -47,12 +47,14 @@ from kernels.cpu.vector import (
     store_i64,
     sub,
 )
-from kernels.noise import FMIX_1, FMIX_2, LN_2, SERIES, SQRT_2, TOKEN_FACTOR
+from kernels.noise import FMIX_1, FMIX_2, GOLDEN, LN_2, SERIES, SPLIT_1, SPLIT_2, SQRT_2, TOKEN_FACTOR, signed
 
 (
-    LOGITS, LOGITS_ROW, LIMIT, TEMPERATURE, TOP_K, TOP_P, KEYS, IDS, NUM_ROWS, SCRATCH, SCRATCH_STRIDE,
-) = range(ARGUMENTS, ARGUMENTS + 8 * 11, 8)  # fmt: skip
+    LOGITS, LOGITS_ROW, LIMIT, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEEDS, POSITIONS, IDS, NUM_ROWS,
+    SCRATCH, SCRATCH_STRIDE,
+) = range(ARGUMENTS, ARGUMENTS + 8 * 13, 8)  # fmt: skip
 MASK_32 = 0xFFFFFFFF
+GOLDEN_64, SPLIT_1_64, SPLIT_2_64 = signed(GOLDEN), signed(SPLIT_1), signed(SPLIT_2)
 NUM_BINS = 2048
 MINUS_INFINITY = float("-inf")
 S0, S1, S2, S3, S4, S5, S6, S7, S8 = SERIES
@@ -104,6 +106,15 @@ def _log(x: Any) -> Any:
     z = s * s
     total = (((((((S0 * z + S1) * z + S2) * z + S3) * z + S4) * z + S5) * z + S6) * z + S7) * z + S8
     return exponent * LN_2 + (s + s) * total
+
+
+@helper
+def _splitmix64(x: int) -> int:
+    """An int64 for the unsigned word of the same bits: sums and products wrap, shifts fill up with zeros."""
+    x = x + GOLDEN_64
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * SPLIT_1_64
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * SPLIT_2_64
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
 @helper
@@ -241,14 +252,20 @@ def sample(task: int) -> None:
         if best >= 0 and temperature > 0.0:
             _scale_row(row, tail, limit, largest, temperature, scaled)
             cut = 0x7F800000
+            min_p = float(load_f32(load_i64(task + MIN_P) + item * 4))
+            if min_p > 0.0:
+                store_f32(bins, np.float32(_log(min(min_p, 1.0))))
+                cut = load_i32(bins) & 0x7FFFFFFF
             top_k = load_i64(load_i64(task + TOP_K) + item * 8)
             top_p = load_f32(load_i64(task + TOP_P) + item * 4)
             if 0 < top_k < limit:
-                cut = _find_cut(scaled, 0, limit, float(top_k), False, bins)
+                cut = min(cut, _find_cut(scaled, 0, limit, float(top_k), False, bins))
             _weigh_row(scaled, weights, limit, cut)
             if top_p < 1.0:
                 cut = min(cut, _find_cut(scaled, weights, limit, float(top_p), True, bins))
                 _weigh_row(scaled, weights, limit, cut)
-            keys = load_i64(task + KEYS) + item * 16
-            best = _draw(scaled, weights, limit, best, load_i64(keys), load_i64(keys + 8))
+            seed = load_i64(load_i64(task + SEEDS) + item * 8)
+            position = load_i64(load_i64(task + POSITIONS) + item * 8)
+            key = _splitmix64(seed + GOLDEN_64 * _splitmix64(position))
+            best = _draw(scaled, weights, limit, best, key & MASK_32, (key >> 32) & MASK_32)
         store_i64(load_i64(task + IDS) + item * 8, best)

@@ -22,6 +22,7 @@ from kernels.kv_cache_write import rope_and_write
 from kernels.linear import PackedLinear
 from kernels.memory import empty_in_huge_pages
 from kernels.paged_attention import AttentionMetadata, paged_attention
+from kernels.penalties import Penalties, apply_penalties
 from kernels.rms_norm import add_rms_norm
 from kernels.sampling import sample
 from ops.bench.limits import Limits
@@ -136,14 +137,19 @@ def sampling_cases() -> list[Case]:
     logits = torch.randn(32, VOCAB) * 4
     ones, seeds = torch.ones(32), torch.arange(32)
     cases = []
-    for name, temperature, top_k, top_p in (
-        ("greedy", 0.0, 0, 1.0),
-        ("temperature", 1.0, 0, 1.0),
-        ("top-k 50", 1.0, 50, 1.0),
-        ("top-p 0.9", 1.0, 0, 0.9),
+    for name, temperature, top_k, top_p, min_p in (
+        ("greedy", 0.0, 0, 1.0, 0.0),
+        ("temperature", 1.0, 0, 1.0, 0.0),
+        ("min-p 0.1", 1.0, 0, 1.0, 0.1),
+        ("top-k 50", 1.0, 50, 1.0, 0.0),
+        ("top-p 0.9", 1.0, 0, 0.9, 0.0),
     ):
-        args = (logits, ones * temperature, torch.full((32,), top_k), ones * top_p, seeds, seeds, VOCAB)
+        args = (logits, ones * temperature, torch.full((32,), top_k), ones * top_p, seeds, seeds, VOCAB, ones * min_p)
         cases.append(case_of(f"sample, 32 rows, {name}", partial(sample, *args), 1, logits.numel() * 4))
+    tokens, lengths = torch.randint(VOCAB, (32, 1000)), torch.full((32,), 1000)
+    penalties = Penalties(tokens, seeds, lengths // 2, lengths, ones * 1.1, ones * 0.1, ones * 0.1)
+    call = partial(apply_penalties, logits.clone(), penalties)
+    cases.append(case_of("penalties, 32 rows, 1000 tokens each", call, 1, tokens.numel() * 8))
     return cases
 
 

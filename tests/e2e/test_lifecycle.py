@@ -14,7 +14,9 @@ import pytest
 from tests.e2e.conftest import StartWorker
 from tests.e2e.workers import PAGEMILL, Queue, WorkerProcess, assert_gone, eventually
 
-LONG: dict[str, Any] = {"prompt": "a long story", "max_tokens": 1500, "temperature": 0, "ignore_eos": 1}
+# Penalties look back over all that was said: whoever goes on has to know it, the prompt apart from the reply.
+PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.1, "presence_penalty": 0.4}
+LONG: dict[str, Any] = {"prompt": "a long story", "max_tokens": 1500, "temperature": 0, "ignore_eos": 1, **PENALTIES}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -14,7 +14,8 @@ from tests.e2e.workers import Queue, Reply, WorkerProcess, eventually, fresh_key
 NUM_BLOCKS = 50
 # Two such jobs begin side by side, and half way there is room for one of them only: the second gives way.
 NUM_NEW_TOKENS = 740
-GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": 1}
+# Penalties follow from all tokens of a job, so a swap must not change them.
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": 1, "repetition_penalty": 1.2, "frequency_penalty": 0.1}
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def render(report: dict[str, Any]) -> str:
         line = f"{stage['name']:20} {stage['status']:7} {stage['seconds']:6.1f}  {counts} {stage['words']}"
         lines.append(line.rstrip())
     figures = {stage["name"]: stage["figures"] for stage in report["stages"]}
-    lines += ["", *_bar_lines(figures), ""]
+    lines += ["", *_bar_lines({} if report["is_rehearsal"] else figures), ""]
     for name, values in figures.items():
         lines += [f"{name}: {key} {_shown(value)}" for key, value in values.items()]
     return "\n".join([*lines, f"took {report['took_s']} s", ""])

@@ -6,7 +6,7 @@ import torch
 from kernels import reference
 from kernels.dispatch import implementation
 from kernels.errors import KernelInputError
-from kernels.top_logprobs import top_logprobs
+from kernels.top_logprobs import _first_largest, _sorted_largest, top_logprobs
 
 pytestmark = pytest.mark.usefixtures("kernels_in_use")
 
@@ -52,6 +52,14 @@ def test_a_large_vocabulary_in_any_order() -> None:
     check_equal(made, reference.top_logprobs(logits, 17, 49152))
     with implementation("torch"):
         check_equal(top_logprobs(logits, 17, 49152), made)
+
+
+@pytest.mark.parametrize("k", [1, 5, 40])
+def test_sorting_finds_the_same_as_the_search_on_the_cpu(k: int) -> None:
+    logits = some_logits(24, 40, seed=k)
+    usable = logits.masked_fill(~logits.isfinite(), -torch.inf)
+    for one, other in zip(_first_largest(usable, k), _sorted_largest(usable, k), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_zero_and_minus_zero_are_equal() -> None:

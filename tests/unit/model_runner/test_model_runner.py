@@ -1,10 +1,13 @@
 """The model runner over hand-made steps: rows, draws, copies, and what goes wrong by name."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
+from kernels import reference
+from kernels.penalties import Penalties
 from model.errors import RunnerInputError
 from model.model_runner import RunnerConfig
 from model.weights import random_weights
@@ -24,6 +27,14 @@ CONFIG = tiny_config()
 WEIGHTS = random_weights(CONFIG)
 NUM_NEW_TOKENS = 10
 WARM = SamplingParams(temperature=1.5, top_k=50, top_p=0.95)
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.5, "frequency_penalty": 0.7, "presence_penalty": 0.4}
+PENALISED = SamplingParams(temperature=0, **PENALTIES)
+PENALISED_DRAWS = SamplingParams(temperature=1.2, min_p=0.01, **PENALTIES)
+SAMPLINGS = pytest.mark.parametrize(
+    "sampling",
+    [GREEDY, WARM, PENALISED, PENALISED_DRAWS],
+    ids=["greedy", "drawn", "penalised", "penalised and drawn"],
+)
 PROMPTS = [random_prompt(length, CONFIG.vocab_size, random.Random(length)) for length in (3, 8, 21, 33, 40)]
 
 
@@ -47,7 +58,7 @@ def test_a_freed_row_serves_the_next_sequence() -> None:
     assert driver.remove("s4").drawn == alone(order[4])
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "drawn"])
+@SAMPLINGS
 def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(sampling: SamplingParams) -> None:
     """It comes back with other blocks, in another row, its tokens recomputed in chunks."""
     expected = alone(PROMPTS[2], sampling, seed=5)
@@ -87,6 +98,23 @@ def test_greedy_rows_take_the_argmax_beside_rows_that_draw() -> None:
     driver.decode(NUM_NEW_TOKENS)
     assert greedy.drawn == alone(PROMPTS[0])
     assert greedy.drawn == [int(logits.argmax()) for logits in greedy.logits]
+
+
+def test_penalties_look_back_over_the_prompt_and_the_tokens_drawn() -> None:
+    """Beside rows without any; each token is the twin's choice from the model's own logits."""
+    driver = Driver(CONFIG, WEIGHTS)
+    driver.add("greedy", PROMPTS[0])
+    sequence = driver.add("a", PROMPTS[2], PENALISED)
+    driver.add("b", PROMPTS[3], PENALISED_DRAWS)
+    driver.decode(NUM_NEW_TOKENS)
+    assert sequence.drawn != alone(PROMPTS[2])
+    for number, token_id in enumerate(sequence.drawn):
+        num_tokens = len(PROMPTS[2]) + number
+        logits = sequence.logits[number].clone().unsqueeze(0)
+        columns = (torch.tensor([n]) for n in (0, len(PROMPTS[2]), num_tokens))
+        amounts = (torch.tensor([amount]) for amount in PENALTIES.values())
+        reference.apply_penalties(logits, Penalties(torch.tensor([sequence.token_ids]), *columns, *amounts))
+        assert token_id == int(logits.argmax())
 
 
 def test_a_row_without_a_finite_logit_fails_alone() -> None:

@@ -46,13 +46,19 @@ def served(sequences: list[Sequence], num_blocks: int, rng: random.Random) -> tu
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_small_pool_preempts_and_changes_no_token(seed: int) -> None:
-    """Greedy and drawn sequences, some with a common prefix, give what each gives alone."""
+    """Greedy and drawn sequences, some with a common prefix, some with penalties, give what each gives alone."""
     rng = random.Random(seed)
     prefix = random_prompt(17, CONFIG.vocab_size, rng)
     sequences, expected = [], {}
     for number in range(10):
         prompt = prefix * (number % 2) + random_prompt(rng.randint(1, 40), CONFIG.vocab_size, rng)
-        sampling = SamplingParams(temperature=[0.0, 1.2][number % 3 == 0], max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
+        sampling = SamplingParams(
+            temperature=[0.0, 1.2][number % 3 == 0],
+            max_tokens=NUM_NEW_TOKENS,
+            ignore_eos=True,
+            presence_penalty=0.5 * (number % 2),
+            repetition_penalty=1 + 0.2 * (number % 4 == 3),
+        )
         sequences.append(Sequence(f"s{number}", prompt, sampling, seed=number))
         driver = Driver(CONFIG, WEIGHTS)
         alone = driver.add("alone", prompt, sampling, seed=number)

@@ -175,6 +175,13 @@ def test_the_model_is_checked_against_the_queues_names() -> None:
         (flat(prompt="x", temperature="1e999"), "temperature"),
         (flat(prompt="x", temperature="-1"), "temperature"),
         (flat(prompt="x", top_p="0"), "top_p"),
+        (flat(prompt="x", min_p="1.5"), "min_p"),
+        (flat(prompt="x", min_p="-0.1"), "min_p"),
+        (flat(prompt="x", repetition_penalty="0"), "repetition_penalty"),
+        (flat(prompt="x", repetition_penalty="101"), "repetition_penalty"),
+        (flat(prompt="x", frequency_penalty="2.5"), "frequency_penalty"),
+        (flat(prompt="x", presence_penalty="-2.5"), "presence_penalty"),
+        (flat(prompt="x", stream="0", beam_width="2", presence_penalty="1"), "leave out repetition_penalty"),
         (flat(prompt="x", top_k="-1"), "top_k"),
         (flat(prompt="x", seed="9999999999999999999"), "seed"),
         (flat(prompt="x", stream="0", beam_width="17"), "from 1 (no beam search) to 16"),
@@ -251,13 +258,26 @@ def test_a_beam_search_is_spelled_alike_in_both_forms(fields: dict[bytes, bytes]
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        flat(prompt="x", min_p=".05", repetition_penalty="1.5", frequency_penalty="-.5", presence_penalty="2"),
+        as_json(
+            {"prompt": "x", "min_p": 0.05, "repetition_penalty": 1.5, "frequency_penalty": -0.5, "presence_penalty": 2}
+        ),
+    ],
+)
+def test_penalties_and_min_p_are_spelled_alike_in_both_forms(fields: dict[bytes, bytes]) -> None:
+    sampling = parse(fields).sampling
+    assert sampling.min_p == 0.05
+    assert (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) == (1.5, -0.5, 2.0)
+    assert sampling.has_penalties
+    assert not parse(flat(prompt="x", repetition_penalty="1", frequency_penalty="0")).sampling.has_penalties
+
+
+@pytest.mark.parametrize(
     ("name", "neutral", "asked"),
     [
         ("min_tokens", 0, 5),
-        ("min_p", 0.0, 0.1),
-        ("presence_penalty", 0.0, 1.0),
-        ("frequency_penalty", 0, 1),
-        ("repetition_penalty", 1.0, 1.2),
         ("logit_bias", {}, {"5": 1}),
         ("logprobs", False, 5),
         ("logprobs", 0, True),
