@@ -25,9 +25,8 @@ def block_checksums(blocks: torch.Tensor) -> torch.Tensor:
 
     Raises ValueError where a row is no whole number of words.
     """
-    num_blocks = blocks.shape[0]
-    num_rows = blocks.shape[1] * blocks.shape[2]
-    rows = blocks.reshape(num_blocks, num_rows, -1)
+    rows = blocks.flatten(3).flatten(1, 2)
+    num_rows = rows.shape[1]
     if rows.shape[2] * rows.element_size() % 8:
         raise ValueError(f"rows of {rows.shape[2]} elements of {rows.dtype} are no whole number of 8-byte words")
     words = rows.view(torch.int64)

@@ -3,35 +3,49 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
+from kernels.block_copy import gather_blocks, scatter_blocks
 from kernels.checksum import block_checksums
 from model.cpu_tier import CpuTier
 from scheduler.output import BlockCopy, Transfer, TransferResult
 
+# Scattered blocks smaller than this are gathered on the device before they cross to the CPU, so that many of them are
+# one copy. Larger ones keep the bus busy by themselves.
+MIN_DIRECT_BYTES: Final = 512 << 10
+# The most that is gathered at a time, hence what it takes of the device's memory in each direction.
+MAX_STAGED_BYTES: Final = 16 << 20
 
-def runs_of(copies: Sequence[BlockCopy], slab_blocks: int, *, is_out: bool) -> list[tuple[int, int, int]]:
-    """(first source, first target, number) of runs of neighbours, cut where the CPU side passes into another slab."""
-    runs: list[tuple[int, int, int]] = []
+
+def runs_of(
+    copies: Sequence[BlockCopy], slab_blocks: int, *, is_out: bool, max_staged: int = 0
+) -> list[tuple[list[int], int]]:
+    """(device's blocks, first block of the CPU tier) of runs that are neighbours in one slab of the CPU tier.
+
+    They are neighbours on the device, too, unless up to `max_staged` of them may be gathered.
+    """
+    runs: list[tuple[list[int], int]] = []
     for copy in copies:
-        on_cpu = copy.dst if is_out else copy.src
+        on_device, on_cpu = (copy.src, copy.dst) if is_out else (copy.dst, copy.src)
         if runs and on_cpu % slab_blocks:
-            src, dst, count = runs[-1]
-            if (copy.src, copy.dst) == (src + count, dst + count):
-                runs[-1] = (src, dst, count + 1)
+            ids, first = runs[-1]
+            fits = len(ids) < max_staged if max_staged else on_device == ids[-1] + 1
+            if fits and on_cpu == first + len(ids):
+                ids.append(on_device)
                 continue
-        runs.append((copy.src, copy.dst, 1))
+        runs.append(([on_device], on_cpu))
     return runs
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A transfer that was begun. `checks` are pairs of a first target and a bool tensor [n]: which are damaged."""
+    """A transfer that was begun. `checks` are pairs of n targets and a bool tensor [n]: which are damaged."""
 
     transfer_id: int
     failed: list[int] = field(default_factory=list)
-    checks: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    checks: list[tuple[list[int], torch.Tensor]] = field(default_factory=list)
     event: torch.cuda.Event | None = None
 
     def has_ended(self) -> bool:
@@ -51,14 +65,19 @@ class SwapCopies:
     8. Each block's checksum is taken on the device before it leaves, and compared on the device after it is back.
 
     On the CPU device a copy is made while `begin` is called. On CUDA it runs on a stream of its own for each
-    direction, beside the step's computation; that path has not been run yet.
+    direction, beside the step's computation; that path has not been run yet. There scattered blocks that are small go
+    through a staging buffer, in one copy; `is_staging` decides it for tests.
     """
 
-    def __init__(self, device_blocks: torch.Tensor, tier: CpuTier) -> None:
+    def __init__(self, device_blocks: torch.Tensor, tier: CpuTier, *, is_staging: bool | None = None) -> None:
         self._blocks = device_blocks
         self._tier = tier
         self._pending: list[_Pending] = []
         is_cuda = device_blocks.device.type == "cuda"
+        block_bytes = device_blocks[:1].nbytes
+        if is_staging is None:
+            is_staging = is_cuda and block_bytes < MIN_DIRECT_BYTES
+        self._max_staged = max(1, MAX_STAGED_BYTES // block_bytes) if is_staging else 0
         self._out_stream = _new_stream(device_blocks.device) if is_cuda else None
         self._in_stream = _new_stream(device_blocks.device) if is_cuda else None
 
@@ -81,24 +100,40 @@ class SwapCopies:
 
     def _begin_out(self, transfer: Transfer) -> None:
         pending, tier = _Pending(transfer.transfer_id), self._tier
-        for src, dst, count in runs_of(transfer.copies, tier.slab_blocks, is_out=True):
+        for ids, dst in runs_of(transfer.copies, tier.slab_blocks, is_out=True, max_staged=self._max_staged):
+            count = len(ids)
             if not tier.try_grow(dst):
                 pending.failed += range(dst, dst + count)
                 continue
-            source = self._blocks[src : src + count]
+            source = self._blocks[ids[0] : ids[0] + count]
+            if not _are_neighbours(ids):
+                source = self._staging(count)
+                gather_blocks(self._blocks, self._to_device(ids), source)
             tier.checksums[dst : dst + count].copy_(block_checksums(source), non_blocking=True)
             tier.blocks(dst, count).copy_(source, non_blocking=True)
         self._add(pending, self._out_stream)
 
     def _begin_in(self, transfer: Transfer) -> None:
         pending, tier = _Pending(transfer.transfer_id), self._tier
-        for src, dst, count in runs_of(transfer.copies, tier.slab_blocks, is_out=False):
-            target = self._blocks[dst : dst + count]
+        for ids, src in runs_of(transfer.copies, tier.slab_blocks, is_out=False, max_staged=self._max_staged):
+            count = len(ids)
+            is_direct = _are_neighbours(ids)
+            target = self._blocks[ids[0] : ids[0] + count] if is_direct else self._staging(count)
             target.copy_(tier.blocks(src, count), non_blocking=True)
             expected = tier.checksums[src : src + count].to(target.device, non_blocking=True)
             is_damaged = block_checksums(target) != expected
-            pending.checks.append((dst, self._to_host(is_damaged)))
+            pending.checks.append((ids, self._to_host(is_damaged)))
+            if not is_direct:
+                scatter_blocks(target, self._to_device(ids), self._blocks)
         self._add(pending, self._in_stream)
+
+    def _staging(self, count: int) -> torch.Tensor:
+        """Of the current stream's memory, so that it isn't given to anything before that stream is through with it."""
+        return torch.empty((count, *self._blocks.shape[1:]), dtype=self._blocks.dtype, device=self._blocks.device)
+
+    def _to_device(self, ids: list[int]) -> torch.Tensor:
+        is_cuda = self._blocks.device.type == "cuda"
+        return torch.tensor(ids, pin_memory=is_cuda).to(self._blocks.device, non_blocking=True)
 
     def _to_host(self, flags: torch.Tensor) -> torch.Tensor:
         if flags.device.type == "cpu":
@@ -121,9 +156,13 @@ class SwapCopies:
         if pending.event is not None:
             torch.cuda.current_stream(self._blocks.device).wait_event(pending.event)
         failed = list(pending.failed)
-        for first, is_damaged in pending.checks:
-            failed += [first + int(index) for index in is_damaged.nonzero()]
+        for ids, is_damaged in pending.checks:
+            failed += [ids[int(index)] for index in is_damaged.nonzero()]
         return TransferResult(pending.transfer_id, tuple(failed))
+
+
+def _are_neighbours(ids: list[int]) -> bool:
+    return ids == list(range(ids[0], ids[0] + len(ids)))
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:

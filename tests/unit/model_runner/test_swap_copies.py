@@ -63,10 +63,31 @@ def test_a_single_wrong_bit_in_the_cpu_tier_is_found_and_named(dtype: torch.dtyp
 
 def test_neighbours_are_copied_in_one_piece_up_to_the_end_of_a_slab() -> None:
     outs = [BlockCopy(src, dst) for src, dst in [(1, 6), (2, 7), (3, 8), (5, 9), (6, 10), (7, 12)]]
-    assert runs_of(outs, 100, is_out=True) == [(1, 6, 3), (5, 9, 2), (7, 12, 1)]
-    assert runs_of(outs, 4, is_out=True) == [(1, 6, 2), (3, 8, 1), (5, 9, 2), (7, 12, 1)]
+    assert runs_of(outs, 100, is_out=True) == [([1, 2, 3], 6), ([5, 6], 9), ([7], 12)]
+    assert runs_of(outs, 4, is_out=True) == [([1, 2], 6), ([3], 8), ([5, 6], 9), ([7], 12)]
     ins = [BlockCopy(copy.dst, copy.src) for copy in outs]
-    assert runs_of(ins, 4, is_out=False) == [(6, 1, 2), (8, 3, 1), (9, 5, 2), (12, 7, 1)]
+    assert runs_of(ins, 4, is_out=False) == [([1, 2], 6), ([3], 8), ([5, 6], 9), ([7], 12)]
+
+
+def test_blocks_to_be_gathered_need_to_be_neighbours_in_the_cpu_tier_alone() -> None:
+    outs = [BlockCopy(src, dst) for src, dst in [(9, 6), (2, 7), (3, 8), (1, 9), (6, 10), (7, 12)]]
+    assert runs_of(outs, 100, is_out=True, max_staged=4) == [([9, 2, 3, 1], 6), ([6], 10), ([7], 12)]
+    assert runs_of(outs, 4, is_out=True, max_staged=4) == [([9, 2], 6), ([3, 1, 6], 8), ([7], 12)]
+
+
+def test_scattered_blocks_pass_through_a_staging_buffer_and_a_wrong_bit_is_named() -> None:
+    blocks, tier = torch.randn(9, *SHAPE), CpuTier(8, SHAPE, torch.float32)
+    before, copies = blocks.clone(), SwapCopies(blocks, tier, is_staging=True)
+    copies.begin([transfer(1, (7, 0), (1, 1), (2, 2), (5, 3))], [])
+    assert copies.ended(is_waiting=False) == (TransferResult(1),)
+    assert torch.equal(tier.blocks(0, 4), before[[7, 1, 2, 5]])
+    tier.blocks(2, 1).view(-1)[5] += 1
+    blocks[[7, 1, 2, 5]] = torch.nan
+    copies.begin([], [transfer(2, (0, 1), (1, 7), (2, 5), (3, 8))])
+    assert copies.ended(is_waiting=False) == (TransferResult(2, (5,)),)
+    assert torch.equal(blocks[[1, 7, 8]], before[[7, 1, 5]])
+    assert torch.equal(blocks[[0, 3, 4, 6]], before[[0, 3, 4, 6]])
+    assert blocks[2].isnan().all()
 
 
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
