@@ -62,6 +62,7 @@ SHAPES: Final = {
     "8/4 heads of 256, soft cap, window": Shape(8, 4, 256, options=AttentionOptions(window=4096, soft_cap=50.0)),
     "64/8 heads of 64, sinks, window": Shape(64, 8, 64, options=AttentionOptions(window=128, sinks=_heads(64))),
     "32/32 heads of 128, ALiBi": Shape(32, 32, 128, options=AttentionOptions(alibi_slopes=_heads(32))),
+    "32/1 heads of 128": Shape(32, 1, 128),
     "71/1 heads of 64, blocks of 64": Shape(71, 1, 64, 64),
     "32/8 heads of 128, fp8": Shape(32, 8, 128, cache_dtype=FP8, options=AttentionOptions(k_scale=0.5, v_scale=0.5)),
     "9/3 heads of 64, fp16, fp8": Shape(9, 3, 64, 16, torch.float16, FP8),

@@ -33,20 +33,24 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, next_power_of_2(head_dim))
 
 
-def decode_sizes(head_dim: int, group: int, element_bytes: int, capability: int) -> Sizes:
+def decode_sizes(head_dim: int, group: int, element_bytes: int) -> Sizes:
     """For sequences of one query row; block_m is the number of rows that the group is padded to."""
     rows = next_power_of_2(min(group, _MAX_ROWS))
     tile = 64 if padded_head_dim(head_dim) <= 128 else 32
     if element_bytes == 4:
         return Sizes(rows, tile // 2, 4, 2)
-    return Sizes(rows, tile, 4, 3 if tile == 64 or capability != 89 else 2)
+    # Three stages let a tile's block ids arrive while the tile before it does. Masks on padding take their registers.
+    num_stages = 3 if padded_head_dim(head_dim) == head_dim else 2
+    return Sizes(rows, tile, 4 if rows <= 16 else 8, num_stages)
 
 
 def prefill_sizes(head_dim: int, group: int, element_bytes: int, capability: int, max_query_len: int | None) -> Sizes:
     """For sequences of several query rows; `max_query_len` is None where the batch must not matter."""
     width = padded_head_dim(head_dim)
     if element_bytes == 4:
-        return Sizes(16 if width > 128 else 32, 32 if width <= 128 else 16, 4, 2)
+        if width <= 128:
+            return Sizes(32, 32 if width <= 64 else 16, 8, 2)
+        return Sizes(16, 16, 4, 2)
     if max_query_len is not None and max_query_len * group <= 16:
         return Sizes(16, 64 if width <= 128 else 32, 4, 2)
     if width > 128:

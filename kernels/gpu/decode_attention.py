@@ -14,7 +14,7 @@ import triton.language as tl
 from kernels.gpu.attention_tile import LOG2_E, as_operand, attend_tile, with_sink
 
 
-@triton.jit(do_not_specialize=["num_splits", "split_len", "max_keys", "window"])
+@triton.jit(do_not_specialize=["num_splits", "split_len", "max_keys", "window", "table_stride"])
 def decode_kernel(
     query: tl.tensor,
     cache: tl.tensor,

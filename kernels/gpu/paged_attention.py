@@ -162,7 +162,7 @@ def _decode(
     num_seqs, num_kv_heads = meta.context_lens.shape[0], cache.shape[3]
     group, d_pad = num_heads // num_kv_heads, padded_head_dim(head_dim)
     has_window = options.window is not None
-    sizes = decode_sizes(head_dim, group, query.element_size(), capability(query.device))
+    sizes = decode_sizes(head_dim, group, query.element_size())
     heads = min(group, sizes.block_m)
     split = decode_split(query, cache.unsqueeze(1), meta)
     num_splits = max(1, -(-meta.max_context_len // split))

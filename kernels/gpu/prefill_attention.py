@@ -49,7 +49,7 @@ def key_bounds(
     return first_key, last_key, whole_begin, whole_end
 
 
-@triton.jit(do_not_specialize=["num_seqs", "max_keys", "window"])
+@triton.jit(do_not_specialize=["num_seqs", "max_keys", "window", "table_stride"])
 def prefill_kernel(
     query: tl.tensor,
     cache: tl.tensor,

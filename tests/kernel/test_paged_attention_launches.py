@@ -135,7 +135,8 @@ def test_grids_of_a_captured_graph_follow_its_bounds() -> None:
 
 
 def reason(dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, scale: float = 0.1, **changes: Any) -> str | None:
-    batch = AttentionMetadata(*(torch.zeros(shape, dtype=torch.int32) for shape in ((1, 4), (2,), (1,))), 1, 50)
+    tables, starts, lens = (torch.zeros(shape, dtype=torch.int32) for shape in ((1, 4), (2,), (1,)))
+    batch = AttentionMetadata(tables, starts, lens, 1, 50)
     query = torch.empty(1, 4, head_dim, dtype=dtype)
     cache = torch.empty(9, 2, 2, 16, 2, head_dim, dtype=changes.get("cache_dtype", dtype))
     return why_not_triton(changes.get("query", query), cache, replace(batch, **changes.get("meta", {})), scale, query)

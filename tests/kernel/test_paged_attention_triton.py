@@ -218,14 +218,15 @@ assert kv_cache.numel() > 2**32
 block = kv_cache.shape[0] - 1
 kv_cache[block, 29] = torch.randn(2, 16, 3, 64)
 values = kv_cache[block, 29, 1]
-rows = [torch.empty(3 * (2**30 + 16), dtype=torch.float16, device=device) for _ in range(2)]
-query, out = (row.as_strided((3, 9, 64), (2**30 + 16, 64, 1)) for row in rows)
+rows = [torch.empty(4 * (2**30 + 16), dtype=torch.float16, device=device) for _ in range(2)]
+query, out = (row.as_strided((4, 9, 64), (2**30 + 16, 64, 1)) for row in rows)
 query.zero_()
 tables = torch.full((2, 1), block, dtype=torch.int32, device=device)
-starts = torch.tensor([0, 2, 3], dtype=torch.int32, device=device)
-lens = torch.tensor([2, 1], dtype=torch.int32, device=device)
-paged_attention(query, kv_cache, 29, AttentionMetadata(tables, starts, lens, 2, 2), 0.125, out=out)
-wanted = torch.stack((values[0], values[:2].float().mean(0).half(), values[0])).repeat_interleave(3, dim=1)
+starts = torch.tensor([0, 3, 4], dtype=torch.int32, device=device)
+lens = torch.tensor([3, 1], dtype=torch.int32, device=device)
+paged_attention(query, kv_cache, 29, AttentionMetadata(tables, starts, lens, 3, 3), 0.125, out=out)
+rows = [values[:n].float().mean(0).half() for n in (1, 2, 3, 1)]
+wanted = torch.stack(rows).repeat_interleave(3, dim=1)
 assert torch.allclose(out, wanted, atol=1e-3), (out - wanted).abs().max()
 """
 
