@@ -94,8 +94,7 @@ def _apply_with_torch(logits: torch.Tensor, penalties: Penalties) -> None:
     )
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     penalised = torch.where(counts + times_in_prompt > 0, repeated, logits)
-    penalised = penalised - frequency * counts
-    logits.copy_(penalised - presence * (counts > 0))
+    logits.copy_(torch.where(counts > 0, penalised - frequency * counts - presence, penalised))
 
 
 def _launch(logits: torch.Tensor, penalties: Penalties) -> None:
