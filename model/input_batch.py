@@ -59,7 +59,7 @@ class StepInputs:
     input_ids, positions, slot_mapping int64 [num_tokens]; logits_rows int64 [num_sampled], or None when every token
     is sampled. `sampled_ids`, `sampled_rows` and `sampled_positions` say whose tokens are drawn, and their indices;
     `wants_logprob` bool [num_sampled], on the host, which of them want the log probability as well, `num_candidates`
-    int64 [num_sampled] how many candidates: 0 but for beams.
+    int64 [num_sampled] how many candidates: 0 but for beams; `sampled_terms` int64 [num_sampled] whose rows they were.
 
     shape: what the step was padded to (None: not at all). Its rows beyond those of `sampled_ids` are nobody's: no keys,
     slot -1, token 0.
@@ -75,12 +75,21 @@ class StepInputs:
     sampled_positions: IntArray
     wants_logprob: npt.NDArray[np.bool_]
     num_candidates: IntArray
+    sampled_terms: IntArray
     sampling: SamplingRows
     shape: DecodeShape | None = None
 
 
 class InputBatch:
     """Owns the rows. A row is taken by `add`, freed by `remove`, and reused by whoever comes next.
+
+    Tokens that are drawn on the device get into their rows in one of two ways:
+
+        drawn_on_device ─► the next `prepare` reads them from there, whose chunks need them before the host knows them
+        append_sampled  ─► the host knows them: from now on they are in the row
+
+    A row that has changed hands between the two (its term has ended) gets nothing of its former owner's.
+
 
     shapes: what pure decodes are padded to; None pads nothing. It may be set to None later.
     staging: how arrays get to the device; by default one of its own on CUDA, and none on the CPU, where a tensor is the
@@ -119,6 +128,12 @@ class InputBatch:
         self._presence = np.zeros(max_num_seqs, dtype=np.float32)
         self._is_choosing = np.zeros(max_num_seqs, dtype=np.bool_)
         self._num_candidates = np.zeros(max_num_seqs, dtype=np.int64)
+        # How often each row was freed. And of the draws that the host doesn't know yet: which of them is each row's
+        # (-1: none), at what position, and all their ids.
+        self._terms = np.zeros(max_num_seqs, dtype=np.int64)
+        self._draw_of = np.full(max_num_seqs, -1, dtype=np.int64)
+        self._draw_positions = np.zeros(max_num_seqs, dtype=np.int64)
+        self._drawn_ids: torch.Tensor | None = None
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._aranges = np.arange(max_num_seqs + 1, dtype=np.int32)
@@ -176,13 +191,31 @@ class InputBatch:
 
     def remove(self, seq_id: str) -> None:
         """Free a sequence's row."""
-        self._free_rows.append(self._row(seq_id))
+        row = self._row(seq_id)
+        self._free_rows.append(row)
+        self._terms[row] += 1
+        self._draw_of[row] = -1
         del self._row_of[seq_id]
+
+    def drawn_on_device(self, parts: list[tuple[StepInputs, torch.Tensor]]) -> None:
+        """A step was launched that draws these ids, int64 [num_sampled] each, which the host doesn't know yet.
+
+        Those of the step before are known by the time the next is prepared, and are not asked for here any more.
+        """
+        self._draw_of.fill(-1)
+        start = 0
+        for inputs, ids in parts:
+            rows = inputs.sampled_rows
+            self._draw_of[rows] = np.arange(start, start + len(ids))
+            self._draw_positions[rows] = inputs.sampled_positions
+            start += len(ids)
+        ids_of_parts = [ids for _, ids in parts]
+        self._drawn_ids = None if start == 0 else torch.cat(ids_of_parts) if len(parts) > 1 else ids_of_parts[0]
 
     def append_sampled(self, inputs: StepInputs, token_ids: IntArray) -> None:
         """Write the drawn tokens behind their sequences; -1 (nothing could be drawn) is not written."""
-        is_drawn = token_ids >= 0
         rows, positions = inputs.sampled_rows, inputs.sampled_positions
+        is_drawn = (token_ids >= 0) & (self._terms[rows] == inputs.sampled_terms)
         if not is_drawn.all():
             rows, positions, token_ids = rows[is_drawn], positions[is_drawn], token_ids[is_drawn]
         self._token_ids[rows, positions] = token_ids
@@ -238,11 +271,14 @@ class InputBatch:
             sampled_positions=ends[sampled],
             wants_logprob=self._is_choosing[rows[sampled]],
             num_candidates=self._num_candidates[rows[sampled]],
+            sampled_terms=self._terms[rows[sampled]],
             sampling=self._sampling_rows(rows[sampled], ends[sampled]),
             shape=shape,
         )
+        unknown = self._unknown(rows, query_starts, ends)
         if self._staging is not None:
             self._staging.flush()
+        self._fill_in(inputs.input_ids, unknown)  # not before: the copy would write over it
         return inputs
 
     def idle_decode(self, shape: DecodeShape) -> StepInputs:
@@ -262,12 +298,37 @@ class InputBatch:
             sampled_positions=nothing,
             wants_logprob=np.zeros(0, dtype=np.bool_),
             num_candidates=nothing,
+            sampled_terms=nothing,
             sampling=self._sampling_rows(nothing, nothing),
             shape=shape,
         )
         if self._staging is not None:
             self._staging.flush()
         return inputs
+
+    def _unknown(
+        self, rows: IntArray, query_starts: npt.NDArray[np.int32], ends: IntArray
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Where the step has tokens that the host doesn't know yet, int64 [n], and which draw each of them is.
+
+        That is only ever the last token of a chunk. None where it knows all.
+        """
+        if self._drawn_ids is None:
+            return None
+        draws = self._draw_of[rows]
+        wanted = np.flatnonzero((draws >= 0) & (self._draw_positions[rows] == ends - 1))
+        if not len(wanted):
+            return None
+        return self._to_device(query_starts[wanted + 1].astype(np.int64) - 1), self._to_device(draws[wanted])
+
+    def _fill_in(self, input_ids: torch.Tensor, unknown: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        """Take these tokens from the step before, on the device, without a wait for it.
+
+        In place, since a graph reads them there. Where nothing could be drawn (-1) it is any id: that one fails.
+        """
+        if unknown is not None and self._drawn_ids is not None:
+            places, draws = unknown
+            input_ids[places] = self._drawn_ids[draws].clamp(min=0)
 
     def _check_room(self, chunks: Chunks, rows: IntArray, counts: IntArray, ends: IntArray) -> None:
         is_wrong = (counts < 1) | (ends > self._num_blocks[rows] * self._block_size)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from kernels.compiled import is_compiled, set_cache_root, warmup
@@ -48,6 +47,15 @@ class RunnerConfig:
 
 
 @dataclass(slots=True)
+class _Drawn:
+    """What one forward pass has drawn: ids int64 [num_sampled] on the device, and on their way to the host."""
+
+    inputs: StepInputs
+    ids: torch.Tensor
+    host_ids: HostCopy
+
+
+@dataclass(slots=True)
 class _Extras:
     """What a step brings beside drawn tokens, by sequence: see ModelRunnerOutput."""
 
@@ -55,15 +63,27 @@ class _Extras:
     candidates: dict[str, tuple[Candidate, ...]] = field(default_factory=dict)
 
 
-class ModelRunner:
-    """Owns the input batch; computes one step at a time. Not thread-safe.
+@dataclass(slots=True)
+class PendingStep:
+    """A step that was launched: `step` is None where it computes nothing."""
 
-    `last_forward_s` is what the last step spent in the forward pass and sampling, in seconds; the rest of `execute` is
-    host work.
+    step: SplitStep[_Drawn] | None = None
+    extras: _Extras = field(default_factory=_Extras)
+    forward_s: float = 0.0
+
+
+class ModelRunner:
+    """Owns the input batch; computes the steps in the order in which they are launched. Not thread-safe.
+
+    `last_forward_s` is what the last step that was collected spent in the forward pass and sampling, in seconds; the
+    rest is host work.
     """
+
+    is_queueing = True
 
     def __init__(self, decoder: Decoder, kv_cache: KVCache, config: RunnerConfig) -> None:
         self.last_forward_s = 0.0
+        self._device = decoder.device
         self._decoder = decoder
         self._kv_cache = kv_cache
         self._max_logits_rows = config.max_logits_rows
@@ -87,32 +107,54 @@ class ModelRunner:
         Where memory runs out it is computed in parts (step_splitter.py).
         Raises RunnerInputError where the step asks for what the runner doesn't hold.
         """
-        self.last_forward_s = 0.0
+        return self.collect(self.launch(output))
+
+    def launch(self, output: SchedulerOutput) -> PendingStep:
+        """Begin a step; on CUDA it is computed when this has returned, on the CPU it is done by then.
+
+        Between this and `collect`, which is called once for each step and in the order of the launches, the next step
+        may be launched, and no other: it gets the ids that this one draws on the device. Memory that runs out shows
+        here, and so do errors of the input; what a step has computed wrong shows when it is collected.
+        """
         self._batch.apply(output)
         self._kv_cache.begin_transfers(output.swap_outs, output.swap_ins)
         self._kv_cache.copy(output.block_copies)
-        if not output.chunks:
+        pending = PendingStep()
+        if output.chunks:
+            pending.step = compute_in_parts(output.chunks, lambda chunks: self._compute_chunks(chunks, pending))
+            self._batch.drawn_on_device([(drawn.inputs, drawn.ids) for drawn in pending.step.parts])
+        return pending
+
+    def collect(self, pending: PendingStep) -> ModelRunnerOutput:
+        """Wait for the oldest step that was launched; what it has brought."""
+        if pending.step is None:
+            self.last_forward_s = 0.0
             # With nothing to compute, the next thing that can happen is that a copy ends.
             return ModelRunnerOutput({}, transfers=self._kv_cache.ended_transfers(is_waiting=True))
-        extras = _Extras()
-        step = compute_in_parts(output.chunks, lambda chunks: self._compute_chunks(chunks, extras))
-        return _as_output(step, extras, self._kv_cache.ended_transfers())
+        started = time.perf_counter()
+        arrived: list[tuple[_Drawn, IntArray]] = [(drawn, drawn.host_ids.numpy()) for drawn in pending.step.parts]
+        self.last_forward_s = pending.forward_s + time.perf_counter() - started
+        sampled: dict[str, int] = {}
+        for drawn, token_ids in arrived:
+            self._batch.append_sampled(drawn.inputs, token_ids)
+            sampled |= zip(drawn.inputs.sampled_ids, token_ids.tolist(), strict=True)
+        return _as_output(sampled, pending.step, pending.extras, self._kv_cache.ended_transfers())
 
-    def _compute_chunks(self, chunks: Chunks, extras: "_Extras") -> dict[str, int]:
+    def _compute_chunks(self, chunks: Chunks, pending: PendingStep) -> _Drawn:
         """The token drawn for each sampled chunk, by sequence; -1 where there was none to draw.
 
-        Adds to `extras` what some want beside it.
+        Adds to `pending` what some want beside it.
         """
         inputs = self._batch.prepare(chunks)
         started = time.perf_counter()
-        token_ids = self._compute(inputs, extras)
-        self.last_forward_s += time.perf_counter() - started
-        self._batch.append_sampled(inputs, token_ids)
-        return dict(zip(inputs.sampled_ids, token_ids.tolist(), strict=True))
+        ids = self._compute(inputs, pending.extras)
+        host_ids = HostCopy(ids, self._transport)
+        pending.forward_s += time.perf_counter() - started
+        return _Drawn(inputs, ids, host_ids)
 
     @torch.inference_mode()
-    def _compute(self, inputs: StepInputs, extras: "_Extras") -> IntArray:
-        """The drawn ids."""
+    def _compute(self, inputs: StepInputs, extras: "_Extras") -> torch.Tensor:
+        """The drawn ids, int64 [num_sampled]."""
         hidden = self._forward.hidden(inputs)
         pieces = []
         for start in range(0, len(hidden), self._max_logits_rows):
@@ -121,10 +163,8 @@ class ModelRunner:
             pieces.append(self._sampler(logits, inputs.sampling.rows(start, end)))
             self._add_extras(extras, inputs, start, logits, pieces[-1])
         if not pieces:
-            return np.zeros(0, dtype=np.int64)
-        ids = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        drawn: IntArray = HostCopy(ids, self._transport).numpy()
-        return drawn
+            return torch.zeros(0, dtype=torch.int64, device=self._device)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _add_extras(
         self, extras: "_Extras", inputs: StepInputs, start: int, logits: torch.Tensor, ids: torch.Tensor
@@ -200,9 +240,11 @@ class ModelRunner:
         self.last_forward_s = 0.0
 
 
-def _as_output(step: SplitStep, extras: _Extras, transfers: tuple[TransferResult, ...]) -> ModelRunnerOutput:
+def _as_output(
+    drawn: dict[str, int], step: SplitStep[_Drawn], extras: _Extras, transfers: tuple[TransferResult, ...]
+) -> ModelRunnerOutput:
     """-1 becomes a failure of that sequence alone."""
-    drawn, failed = step.drawn, dict(step.failed)
+    failed = dict(step.failed)
     if drawn and min(drawn.values()) < 0:
         failed |= {seq_id: NO_FINITE_LOGIT for seq_id, token_id in drawn.items() if token_id < 0}
         drawn = {seq_id: token_id for seq_id, token_id in drawn.items() if token_id >= 0}

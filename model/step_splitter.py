@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 
 from scheduler.output import Chunks
+
+T = TypeVar("T")
 
 # What torch says where it has no exception class of its own: the CPU's allocator, cuBLAS's workspace.
 _MESSAGES = ("DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -19,31 +22,31 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @dataclass(slots=True)
-class SplitStep:
-    """What became of a step: the drawn tokens by sequence, why others failed, and how often it was split."""
+class SplitStep(Generic[T]):
+    """What became of a step: what its parts have brought, why sequences failed, and how often it was split."""
 
-    drawn: dict[str, int] = field(default_factory=dict)
+    parts: list[T] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     num_splits: int = 0
 
 
-def compute_in_parts(chunks: Chunks, compute: Callable[[Chunks], dict[str, int]]) -> SplitStep:
+def compute_in_parts(chunks: Chunks, compute: Callable[[Chunks], T]) -> SplitStep[T]:
     """Compute the chunks at once, or where memory runs out in halves, and so on; whose tokens don't change by that.
 
         [a b c d]  ─ out of memory ─►  [a b] [c d]  ─ [c d] too ─►  [a b] [c] [d]
         [one long chunk]  ─ out of memory ─►  [its first half] [its second half]
 
-    `compute` returns the tokens drawn, and may be called again for chunks in whose midst it has failed: it writes the
-    same keys and values to the same slots. A sequence fails where a single token of it doesn't fit alone; the others
-    go on. Errors of any other kind pass through.
+    `compute` returns what it has brought, and may be called again for chunks in whose midst it has failed: it writes
+    the same keys and values to the same slots. A sequence fails where a single token of it doesn't fit alone; the
+    others go on. Errors of any other kind pass through.
     """
-    step = SplitStep()
+    step: SplitStep[T] = SplitStep()
     parts = [chunks]
     while parts:
         part = parts.pop()
-        drawn = _try_compute(part, compute)
-        if drawn is not None:
-            step.drawn |= drawn
+        brought = _try_compute(part, compute)
+        if brought is not None:
+            step.parts.append(brought)
             continue
         step.num_splits += 1
         # What the failed attempt held is free by now: give it back, so that pieces of it don't stand in the way.
@@ -61,7 +64,7 @@ def compute_in_parts(chunks: Chunks, compute: Callable[[Chunks], dict[str, int]]
     return step
 
 
-def _try_compute(part: Chunks, compute: Callable[[Chunks], dict[str, int]]) -> dict[str, int] | None:
+def _try_compute(part: Chunks, compute: Callable[[Chunks], T]) -> T | None:
     """None where memory ran out. The error, whose traceback holds the attempt's tensors, is gone on return."""
     try:
         return compute(part)

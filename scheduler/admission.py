@@ -75,7 +75,7 @@ class Admission:
     def _is_due(self, adder: StepAdder, now: float) -> bool:
         """Whether one more may run now: nobody is held back for others to come where nothing runs."""
         queues = self._queues
-        num_running = len(queues.running)
+        num_running = len(queues.running) + len(queues.ending)
         if not queues.waiting or adder.num_tokens_left == 0:
             return False
         if num_running + len(queues.coming) >= self._guard.num_seqs:
@@ -89,7 +89,7 @@ class Admission:
         hopeless: list[Sequence] = []
         max_num_seqs, drops_hopeless = self._guard.num_seqs, self._policy.drops_hopeless
         running, coming = self._queues.running, self._queues.coming
-        num_admitted = running.num_rows + sum([seq.sampling.beam_width for seq in coming])
+        num_admitted = running.num_rows + len(self._queues.ending) + sum([seq.sampling.beam_width for seq in coming])
         adder.open_admission(chain(running, coming))
         if adder.is_full and num_admitted > 0:
             return  # before the waiting ones are put in order

@@ -42,6 +42,10 @@ class Deadlines:
                 overdue.append(seq)
         return overdue
 
+    def has_overdue(self, now: float, *, is_step_counted: bool) -> bool:
+        """Whether `take_overdue` might find somebody: true, too, for one that has ended and was not cleared away."""
+        return bool(self._heap) and self._heap[0][0] <= now + (self._pace.shortest_s if is_step_counted else 0.0)
+
     def is_hopeless(self, seq: Sequence, now: float, num_cached_tokens: int = 0) -> bool:
         """Whether the next token of `seq` can't come before its deadline, even if it had the engine to itself.
 

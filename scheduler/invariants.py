@@ -7,7 +7,7 @@ from scheduler.beam_group import BeamGroup
 from scheduler.block_pool import BlockPool
 from scheduler.prefix_cache import PrefixCache
 from scheduler.scheduler import Scheduler
-from scheduler.sequence import Sequence, SequenceStatus
+from scheduler.sequence import PLACEHOLDER, Sequence, SequenceStatus
 from scheduler.swap_tier import Flight
 
 
@@ -21,6 +21,10 @@ def check(scheduler: Scheduler) -> None:
             check_beams(seq.beams)
     for seq in each_beam(scheduler.running):
         check_running(scheduler, seq)
+    for seq in scheduler.ending.values():
+        check_ending(seq)
+    for seq in _unfinished(scheduler):
+        check_placeholders(seq)
     for seq in each_beam(scheduler.waiting):
         if seq.head.status is SequenceStatus.SWAPPED:
             check_swapped(scheduler, seq)
@@ -78,7 +82,7 @@ def check_prefix_cache(scheduler: Scheduler) -> None:
 
 
 def _unfinished(scheduler: Scheduler) -> list[Sequence]:
-    return [*scheduler.running, *scheduler.waiting, *scheduler.moving.values()]
+    return [*scheduler.running, *scheduler.ending.values(), *scheduler.waiting, *scheduler.moving.values()]
 
 
 def _holders(scheduler: Scheduler) -> list[Sequence]:
@@ -126,7 +130,7 @@ def check_queues(scheduler: Scheduler) -> None:
     assert scheduler.running.num_rows == num_rows, f"{num_rows} rows are wanted, {scheduler.running.num_rows} counted"
     max_num_seqs = scheduler.config.max_num_seqs
     coming = [seq for seq in scheduler.moving.values() if seq.status is SequenceStatus.SWAPPING_IN]
-    num_admitted = sum(seq.sampling.beam_width for seq in (*scheduler.running, *coming))
+    num_admitted = sum(seq.sampling.beam_width for seq in (*scheduler.running, *scheduler.ending.values(), *coming))
     assert num_admitted <= max_num_seqs, f"{num_admitted} run or are swapped in, but at most {max_num_seqs} may"
 
 
@@ -161,7 +165,7 @@ def check_running(scheduler: Scheduler, seq: Sequence) -> None:
         assert is_mere_decode, f"{seq} has no row, shares, or has no {seq.num_decode_slots} slots to decode into"
         num_more = min(num_blocks + 1, scheduler.kv.num_blocks_for(num_max - 1)) - num_blocks
         assert seq.num_promised_blocks == num_more, f"{seq} is promised {seq.num_promised_blocks} blocks"
-    num_full = seq.num_computed_tokens // block_size
+    num_full = seq.num_settled_tokens // block_size
     is_entered = seq.use_prefix_cache and (seq.is_followed or seq.num_preemptions > 0)
     if scheduler.kv.prefix_cache is not None and is_entered:
         assert seq.num_sealed_blocks == num_full, f"{seq} has sealed {seq.num_sealed_blocks} of {num_full} full blocks"
@@ -170,6 +174,23 @@ def check_running(scheduler: Scheduler, seq: Sequence) -> None:
         assert block.ref_cnt == 1 or index < num_full or is_copied, (
             f"{block} is block {index} of {seq}: shared, but not full"
         )
+
+
+def check_ending(seq: Sequence) -> None:
+    """Who is ending runs, holds a row and blocks, and lacks nothing but the id of its last token."""
+    assert seq.status is SequenceStatus.RUNNING, f"{seq} is ending"
+    assert seq.has_placeholder, f"{seq} is ending, but no token of it is being drawn"
+    assert seq.has_row, f"{seq} is ending, but has no row"
+    assert seq.num_tokens == seq.max_num_tokens, f"{seq} is ending before its {seq.max_num_tokens} tokens"
+
+
+def check_placeholders(seq: Sequence) -> None:
+    """A placeholder is the last token of a sequence that a step computes, and its own keys and values are not there."""
+    num_real = seq.num_tokens - seq.has_placeholder
+    assert PLACEHOLDER not in seq.token_ids[:num_real], f"{seq} has a placeholder before its last token"
+    assert seq.num_computed_tokens <= num_real, f"{seq} has computed a token that is not drawn yet"
+    assert 0 <= seq.num_in_flight_tokens <= seq.num_computed_tokens, f"{seq}: {seq.num_in_flight_tokens} are in flight"
+    assert seq.num_in_flight_tokens > 0 or not seq.has_placeholder, f"{seq} has a placeholder, but no step draws it"
 
 
 def check_waiting(scheduler: Scheduler, seq: Sequence) -> None:

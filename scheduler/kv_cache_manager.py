@@ -255,11 +255,13 @@ class KVCacheManager:
     def seal_full_blocks(self, seq: Sequence) -> None:
         """Offer the blocks that are full of computed tokens, and were not when last asked, to the prefix cache.
 
+        Tokens in flight don't count: should their step fail, nobody may have found what it left behind.
+
         A sequence that is not followed is entered when it is preempted: then its blocks may be worth something to it.
         """
         if self.prefix_cache is None or not self._follows(seq):
             return
-        for index in range(seq.num_sealed_blocks, seq.num_computed_tokens // self.block_size):
+        for index in range(seq.num_sealed_blocks, seq.num_settled_tokens // self.block_size):
             content, loser = self.prefix_cache.seal(seq, index)
             if loser is not None:
                 self.pool.drop_content(loser)
@@ -389,7 +391,7 @@ class KVCacheManager:
         Nor can those that an earlier swap has left in the CPU tier.
         """
         if self.swap is not None:
-            self.swap.forget(seq, seq.num_computed_tokens // self.block_size)
+            self.swap.forget(seq, seq.num_settled_tokens // self.block_size)
         for block in seq.block_table:
             if block.content is not None and self.prefix_cache is not None:
                 self.prefix_cache.evict(block.content)
@@ -399,6 +401,7 @@ class KVCacheManager:
     @staticmethod
     def _reset(seq: Sequence) -> None:
         seq.num_computed_tokens = 0
+        seq.num_in_flight_tokens = 0
         seq.num_sealed_blocks = 0
         seq.num_written_blocks = 0
         seq.written_content = None

@@ -105,6 +105,7 @@ class Preemptor:
         So it is with all its beams.
         """
         for beam in victim.all_beams:
+            assert beam.num_in_flight_tokens == 0, f"{beam} gives way, but a step computes it"
             beam.num_preemptions += 1
             self._kv.seal_full_blocks(beam)
         is_swap_wanted = self._is_swap_wanted(victim)

@@ -61,8 +61,11 @@ class Progress:
         return outputs
 
     def _advance(self, seq: Sequence, num_tokens: int) -> None:
-        start = seq.num_computed_tokens
-        end = seq.num_computed_tokens = start + num_tokens
+        if seq.num_in_flight_tokens == 0:
+            seq.num_computed_tokens += num_tokens
+        seq.num_in_flight_tokens = 0  # else it counted already, since the next step was scheduled
+        end = seq.num_computed_tokens
+        start = end - num_tokens
         if start < seq.num_tokens_seen:
             num_again = min(end, seq.num_tokens_seen) - start
             seq.head.num_recomputed_tokens += num_again
@@ -73,13 +76,16 @@ class Progress:
             self._kv.seal_full_blocks(seq)
 
     def _append_token(self, seq: Sequence, token_id: int, logprob: float | None, now: float) -> SequenceOutput:
-        seq.token_ids.append(token_id)
+        if seq.has_placeholder:
+            seq.token_ids[-1] = token_id
+        else:
+            seq.token_ids.append(token_id)
         if seq.first_token_s is None:
             seq.first_token_s = now
         reason = finish_reason(seq, self._eos_token_ids)
         if reason is None:
             return SequenceOutput(seq.seq_id, (token_id,), logprob=logprob)
-        self._queues.running.remove(seq)
+        self._queues.take_out(seq)
         self._roster.end(seq, reason)
         return SequenceOutput(seq.seq_id, (token_id,), reason, stats=seq.stats(now), logprob=logprob)
 
@@ -103,7 +109,7 @@ class Progress:
         return [SequenceOutput(head.seq_id, (), head.finish_reason, stats=stats, hypotheses=hypotheses)]
 
     def _fail(self, seq: Sequence, error: str, now: float, *, is_out_of_memory: bool) -> SequenceOutput:
-        self._queues.running.remove(seq)
+        self._queues.take_out(seq)
         for beam in seq.all_beams:
             self._kv.discard(beam)
         self._roster.end(seq, FinishReason.ERROR)

@@ -11,14 +11,16 @@ class Queues:
     """Each unfinished sequence is in exactly one of these.
 
     waiting: those that are WAITING or SWAPPED, in one order. running: the RUNNING ones. moving: those that are
-    SWAPPING_OUT or SWAPPING_IN, by id. complete: resumed ones that lacked nothing when they came, by id, and the reason
-    with which they end in the next update.
+    SWAPPING_OUT or SWAPPING_IN, by id. ending: RUNNING ones whose last token is being drawn while the step after it is
+    decided, by id: they have blocks and a row, and get no chunk any more. complete: resumed ones that lacked nothing
+    when they came, by id, and the reason with which they end in the next update.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.waiting = WaitingQueue(policy)
         self.running = RunningQueue(policy.protection_key)
         self.moving: dict[str, Sequence] = {}
+        self.ending: dict[str, Sequence] = {}
         self.complete: dict[str, tuple[Sequence, FinishReason]] = {}
 
     @property
@@ -38,6 +40,7 @@ class Queues:
     def take_out(self, seq: Sequence) -> None:
         """Take an unfinished sequence out of whichever queue it is in."""
         if seq.status is SequenceStatus.RUNNING:
-            self.running.remove(seq)
+            if self.ending.pop(seq.seq_id, None) is None:
+                self.running.remove(seq)
         elif self.moving.pop(seq.seq_id, None) is None and self.complete.pop(seq.seq_id, None) is None:
             self.waiting.remove(seq)

@@ -57,6 +57,8 @@ class Roster:
 
         The caller has taken it out of its queue.
         """
+        if seq.has_placeholder:
+            seq.token_ids.pop()
         for beam in seq.all_beams:
             self.remove_row(beam)
             self._kv.free(beam)

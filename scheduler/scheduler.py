@@ -1,5 +1,8 @@
 """Decides, step by step, which tokens of which sequences are computed."""
 
+from collections import deque
+from itertools import chain
+
 from scheduler.admission import Admission
 from scheduler.beam_group import BeamGroup
 from scheduler.beam_intake import check_beams
@@ -7,6 +10,7 @@ from scheduler.config import CacheConfig, PreemptionMode, SchedulerConfig
 from scheduler.deadlines import Deadlines
 from scheduler.errors import DuplicateSequenceError, InvalidConfigError, PromptTooLongError
 from scheduler.kv_cache_manager import KVCacheManager
+from scheduler.lookahead import Lookahead, StepInFlight
 from scheduler.output import (
     FinishReason,
     ModelRunnerOutput,
@@ -38,8 +42,10 @@ class Scheduler:
             output = scheduler.schedule(now)
             outputs = scheduler.update(output, runner.execute(output), now)
 
-    Every `schedule` is followed by its `update`. `add` and `abort` may come at any time between. One thread at a time.
-    `now` is in seconds of the clock that arrivals and deadlines are of; from `schedule` to `update` is a step's time.
+    Every `schedule` is followed by its `update`. Between the two the next step may be decided already, with
+    `try_schedule_ahead`: the updates come in the order of the steps, each before the step after the next. `add` and
+    `abort` may come at any time between. One thread at a time. `now` is in seconds of the clock that arrivals and
+    deadlines are of; from `schedule` to `update`, or from the update before if that is later, is a step's time.
 
     Whoever's deadline has come is dropped by the next `schedule`, in whatever state it is, and its blocks are free in
     this step; the next `update` says so.
@@ -52,7 +58,7 @@ class Scheduler:
     The parts of a step are owners of their own: `Serving`, `Admission`, `WriteBehind` and `Progress`, over the same
     `Queues`, which say who is where, and `Roster`, which lets sequences in and out.
 
-    waiting, running, moving: the queues, to be read.
+    waiting, running, moving, ending: the queues, to be read.
 
     Raises InvalidConfigError for a preemption mode `swap` without a CPU tier.
     """
@@ -69,6 +75,7 @@ class Scheduler:
         self._watch = watch = StepWatch(config, policy.fair)
         self._queues = queues = Queues(policy)
         self.waiting, self.running, self.moving = queues.waiting, queues.running, queues.moving
+        self.ending = queues.ending
         self._roster = roster = Roster(kv, queues, Deadlines(watch.pace), policy.fair)
         self._preemptor = Preemptor(kv, config, cache.kv_block_bytes)
         self._serving = Serving(kv, queues, roster, policy, self._preemptor)
@@ -79,8 +86,9 @@ class Scheduler:
         self._progress = Progress(
             kv, queues, roster, eos_token_ids=config.eos_token_ids, drops_hopeless=policy.drops_hopeless
         )
-        # The sequences of the chunks that are being computed, in their order.
-        self._in_flight: list[Sequence] | None = None
+        self.lookahead = Lookahead(kv, queues, self._roster.deadlines, config.max_num_batched_tokens)
+        # Steps that were scheduled and not updated, in their order: two at most.
+        self._in_flight: deque[StepInFlight] = deque()
         self._step = 0
         self._num_step_splits = 0
 
@@ -143,7 +151,7 @@ class Scheduler:
 
         It comes back like any victim. Not between `schedule` and `update`.
         """
-        assert self._in_flight is None, f"{seq_id} is preempted while step {self._step} computes"
+        assert not self._in_flight, f"{seq_id} is preempted while step {self._step} computes"
         seq = self._roster.get(seq_id)
         if seq is None or seq.status is not SequenceStatus.RUNNING or seq is self.running.leader:
             return False
@@ -156,7 +164,23 @@ class Scheduler:
 
         If anything is unfinished, it computes a token at least, or copies between the tiers are on their way.
         """
-        assert self._in_flight is None, f"step {self._step} was scheduled, but never updated"
+        assert not self._in_flight, f"step {self._step} was scheduled, but never updated"
+        return self._schedule(now)
+
+    def try_schedule_ahead(self, now: float) -> SchedulerOutput | None:
+        """Decide the step after the one that is being computed; None where that needs its outcome (`lookahead`)."""
+        assert len(self._in_flight) == 1, f"{len(self._in_flight)} steps are in flight, and not 1"
+        if not self.lookahead.try_assume(self._in_flight[0], now, is_step_counted=self.policy.drops_hopeless):
+            return None
+        return self._schedule(now)
+
+    def without_ended(self, output: SchedulerOutput) -> SchedulerOutput:
+        """A step that was scheduled ahead, and that nobody has begun, without chunks of those that have ended since."""
+        assert self._in_flight, f"step {output.step} is not in flight"
+        assert self._in_flight[-1].step == output.step, f"step {output.step} is not the last one"
+        return self._in_flight[-1].drop_ended(output)
+
+    def _schedule(self, now: float) -> SchedulerOutput:
         self._watch.begin(now)
         self._roster.drop_overdue(now, is_step_counted=self.policy.drops_hopeless)
         adder = StepAdder(self.kv, self._watch.guard.num_step_tokens(len(self.running)), self._tier_hits)
@@ -166,8 +190,9 @@ class Scheduler:
             self._admission.admit(adder, now)
         self._write_behind.begin(self.running, adder.num_admitted)
         self._step += 1
-        self._in_flight = adder.seqs
-        return adder.build(self._step, self._roster.take_removed_ids())
+        output = adder.build(self._step, self._roster.take_removed_ids())
+        self._in_flight.append(StepInFlight(self._step, adder.seqs, output.chunks))
+        return output
 
     def update(self, output: SchedulerOutput, runner_output: ModelRunnerOutput, now: float) -> list[SequenceOutput]:
         """Take in what a step has computed; the new tokens and the ends, in no particular order.
@@ -175,15 +200,16 @@ class Scheduler:
         A sequence that was aborted meanwhile is passed over. One in `runner_output.failed` ends with an error, and
         what its blocks hold is not used again.
         """
-        assert self._in_flight is not None, f"step {output.step} is updated twice"
-        assert output.step == self._step, f"step {output.step} is updated, but step {self._step} was the last"
-        seqs, self._in_flight = self._in_flight, None
+        assert self._in_flight, f"step {output.step} is updated twice"
+        step = self._in_flight[0]
+        assert output.step == step.step, f"step {output.step} is updated, but step {step.step} was the last"
+        self._in_flight.popleft()
         self._num_step_splits += runner_output.num_splits
-        self._watch.end(now, self.running, seqs, output.chunks)
+        self._watch.end(now, chain(self.running, self.ending.values()), step.seqs, step.chunks)
         for result in runner_output.transfers:
             self._end_transfer(result)
         outputs = self._roster.end_complete(now)
-        outputs += self._progress.take_in(seqs, output.chunks, runner_output, now)
+        outputs += self._progress.take_in(step.seqs, step.chunks, runner_output, now)
         outputs += self._roster.take_overdue()
         return outputs
 

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from scheduler.beam_group import BeamGroup
 
 
+# Stands in `Sequence.token_ids` for a token that is being drawn: no id is below 0.
+PLACEHOLDER: Final = -1
+
+
 class SequenceStatus(Enum):
     """Where a sequence stands.
 
@@ -61,6 +65,12 @@ class Sequence:
     token is drawn and becomes known. A fresh prompt, a decode, a preempted sequence that comes back and one that
     another worker began are all the same case.
 
+    While the step after the one that is being computed is decided (`lookahead`), that chunk counts as computed, and the
+    token that it draws as known: its place is taken by a PLACEHOLDER, always the last token, until the outcome is here.
+
+        tokens     [0 ................................ num_tokens - 1) PLACEHOLDER
+        computed   [0 ... num_settled_tokens | num_in_flight_tokens)
+
     seq_id: unique among the unfinished sequences of a scheduler.
     generated_token_ids: not empty where an earlier run of this request was cut short; they count for max_tokens.
     seed: the resolved seed of its draws.
@@ -98,6 +108,7 @@ class Sequence:
         "num_computed_tokens",
         "num_decode_slots",
         "num_found_blocks",
+        "num_in_flight_tokens",
         "num_passes",
         "num_preemptions",
         "num_promised_blocks",
@@ -165,6 +176,8 @@ class Sequence:
         self.max_num_tokens = 0
         self.beams: BeamGroup | None = None
         self.num_computed_tokens = 0
+        # Of these the last ones, which a step computes whose outcome is not known yet, but was assumed.
+        self.num_in_flight_tokens = 0
         # The most that was ever computed of it: what lies below and is computed again is the price of preemption.
         self.num_tokens_seen = 0
         # What the order among sequences goes by, smallest first: see `policy`.
@@ -215,6 +228,16 @@ class Sequence:
     def num_generated_tokens(self) -> int:
         """Tokens after the prompt, those of earlier runs included."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_settled_tokens(self) -> int:
+        """Computed tokens but for those in flight: what may be entered into a cache."""
+        return self.num_computed_tokens - self.num_in_flight_tokens
+
+    @property
+    def has_placeholder(self) -> bool:
+        """Whether its last token is being drawn, and so has no id yet."""
+        return self.token_ids[-1] == PLACEHOLDER
 
     @property
     def generated_token_ids(self) -> list[int]:

@@ -22,7 +22,7 @@ def make_stats(
     kv_block_bytes: int,
 ) -> SchedulerStats:
     """The state of now; the counters of others are passed on as they are."""
-    pool, swap, running = kv.pool, kv.swap, queues.running
+    pool, swap, running = kv.pool, kv.swap, [*queues.running, *queues.ending.values()]
     num_allocated = kv.num_owned_blocks * kv.block_size
     # But for beams only full blocks are shared, so what is empty is empty in one sequence's last blocks. Blocks on
     # their way in or out count as filled.

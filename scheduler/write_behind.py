@@ -63,7 +63,7 @@ class WriteBehind:
             # What lies in the tier for a likelier victim is not given up for a less likely one.
             if not seq.use_prefix_cache:
                 continue
-            num_full = min(seq.num_computed_tokens // block_size, num_room)
+            num_full = min(seq.num_settled_tokens // block_size, num_room)
             num_room -= num_full
             if num_full > seq.num_written_blocks:
                 num_left -= swap.write_behind(seq, num_full, num_left)

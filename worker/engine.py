@@ -12,6 +12,7 @@ from scheduler.output import ModelRunnerOutput, SchedulerOutput, SchedulerStats,
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
+from worker.step_pipeline import LaunchingRunner, StepPipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Runner(Protocol):
 
 @dataclass(slots=True)
 class StepTimes:
-    """Seconds spent since the engine was built. Host time is `step_s` less `forward_s`."""
+    """Seconds spent since the engine was built. Host time is `step_s` less `forward_s`, where steps don't overlap."""
 
     num_steps: int = 0
     step_s: float = 0.0
@@ -59,7 +60,11 @@ class StepTimes:
 
 
 class Engine:
-    """Runs sequences to their end, a step at a time. Not thread-safe: one thread owns it."""
+    """Runs sequences to their end, a step at a time. Not thread-safe: one thread owns it.
+
+    With `overlapping`, which computes the same steps as `runner` and doesn't wait for them, a step is in flight between
+    two calls of `step`; tokens are the same. Without it, the simple way: one step after the other.
+    """
 
     def __init__(
         self,
@@ -68,6 +73,7 @@ class Engine:
         *,
         check_invariants: str = "off",
         clock: Callable[[], float] = time.monotonic,
+        overlapping: LaunchingRunner | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -78,11 +84,19 @@ class Engine:
         self._families: WeakValueDictionary[str, Family] = WeakValueDictionary()
         # Told whom a step computes, just before it does: should it end this process, they are the suspects.
         self.on_begin: Callable[[tuple[str, ...]], None] = lambda seq_ids: None
+        self._pipeline: StepPipeline | None = None
+        if overlapping is not None:
+            self._pipeline = StepPipeline(scheduler, overlapping, clock, self._tell_begin)
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return self.scheduler.has_work
+
+    @property
+    def in_flight_ids(self) -> tuple[str, ...]:
+        """The sequences that are being computed between two calls of `step`."""
+        return () if self._pipeline is None else self._pipeline.seq_ids
 
     def add(self, request: EngineRequest) -> None:
         """Queue a sequence. Raises InvalidPromptError, PromptTooLongError or DuplicateSequenceError."""
@@ -114,15 +128,22 @@ class Engine:
     def step(self) -> list[SequenceOutput]:
         """Compute one step; answer the new tokens and the ends of sequences."""
         started = self._clock()
-        output = self.scheduler.schedule(started)
-        self.on_begin(output.chunks.seq_ids)
-        result = self.runner.execute(output)
-        outputs = self.scheduler.update(output, result, self._clock())
+        if self._pipeline is not None:
+            outputs = self._pipeline.step()
+            self.times.forward_s += self._pipeline.last_forward_s
+        else:
+            output = self.scheduler.schedule(started)
+            self.on_begin(output.chunks.seq_ids)
+            result = self.runner.execute(output)
+            outputs = self.scheduler.update(output, result, self._clock())
+            self.times.forward_s += self.runner.last_forward_s
         self._check_invariants()
         self.times.num_steps += 1
-        self.times.forward_s += self.runner.last_forward_s
         self.times.step_s += self._clock() - started
         return outputs
+
+    def _tell_begin(self, seq_ids: tuple[str, ...]) -> None:
+        self.on_begin(seq_ids)
 
     def stats(self) -> SchedulerStats:
         """A snapshot of queues and blocks."""

@@ -37,6 +37,7 @@ from worker.engine_sizes import (
 from worker.errors import StartupError
 from worker.memory import available_bytes, headroom
 from worker.startup_memory import Need, is_memory_failure, is_thread_failure, too_few_threads, too_little
+from worker.step_pipeline import LaunchingRunner, ThreadedRunner
 
 ProgressCallback = Callable[[str, int, int], None]
 
@@ -193,7 +194,16 @@ def _build(config: EngineConfig, model: _Model, report: ProgressCallback) -> tup
         num_cuda_graphs=runner.num_graphs,
         graph_bytes=graph_bytes,
     )
-    return Engine(scheduler, runner, check_invariants=config.check_invariants), info
+    overlapping = _overlapping(config, runner, device)
+    return Engine(scheduler, runner, check_invariants=config.check_invariants, overlapping=overlapping), info
+
+
+def _overlapping(config: EngineConfig, runner: ModelRunner, device: torch.device) -> LaunchingRunner | None:
+    """What computes steps while the next one is decided; None where one comes after the other."""
+    is_on = device.type == "cuda" if config.overlap_scheduling is None else config.overlap_scheduling
+    if not is_on:
+        return None
+    return runner if device.type == "cuda" else ThreadedRunner(runner)
 
 
 def _pick_device(name: str) -> torch.device:

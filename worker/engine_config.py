@@ -30,6 +30,7 @@ class EngineConfig:
     scheduling_policy: the order of sequences, one or more of fcfs, priority, deadline and fair with commas between.
     scheduler_delay_factor: prompts wait up to that many times a decode step for others to fill a step with.
     target_itl_ms: what a step with decodes may take; None is no limit.
+    overlap_scheduling: decide the next step while this one is computed; None: on CUDA only.
     check_invariants: `step` checks every invariant of the scheduler after each step, `idle` when no work is left.
     """
 
@@ -54,6 +55,7 @@ class EngineConfig:
     scheduler_delay_factor: float = 0.0
     target_itl_ms: float | None = None
     num_threads: int | None = None
+    overlap_scheduling: bool | None = None
     check_invariants: str = "off"
     deterministic: bool = False
     cuda_graphs: bool = True

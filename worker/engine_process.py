@@ -68,7 +68,9 @@ class EngineLoop:
             commands = self._take_commands()
             if any(isinstance(command, Close) for command in commands):
                 return
-            self._tell(tuple(command.request.seq_id for command in commands if isinstance(command, Add)))
+            added_ids = tuple(command.request.seq_id for command in commands if isinstance(command, Add))
+            if added_ids:
+                self._tell((*self._engine.in_flight_ids, *added_ids))
             for command in commands:
                 self._apply(command, outputs)
             if self._engine.has_work:

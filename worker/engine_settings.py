@@ -32,5 +32,6 @@ def engine_config(settings: Settings, model_path: Path) -> EngineConfig:
         scheduler_delay_factor=settings.scheduler_delay_factor,
         target_itl_ms=settings.target_itl_ms,
         num_threads=settings.num_threads,
+        overlap_scheduling=settings.overlap_scheduling,
         check_invariants=settings.check_invariants,
     )

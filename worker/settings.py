@@ -180,6 +180,8 @@ class Settings(BaseSettings):
     """Milliseconds between two tokens of a reply: no more sequences run than keep to it."""
     num_threads: int | None = Field(default=None, ge=1, le=1024, json_schema_extra=_shown("one per core"))
     """Threads that the engine computes with on the CPU."""
+    overlap_scheduling: bool | None = Field(default=None, json_schema_extra=_shown("on with CUDA, off on the CPU"))
+    """Decide the next step while this one is computed, so that the GPU doesn't wait for it."""
     deterministic: bool = False
     """Start only where a job's tokens can't depend on what else runs: float32 on the CPU with compiled kernels."""
     cuda_graphs: bool = True

@@ -161,7 +161,7 @@ def test_pieces_cover_a_chunk_in_order_and_only_the_last_one_is_sampled() -> Non
         ("b", 0, 2, False),
         ("b", 2, 2, False),
     ]
-    assert (step.drawn, step.failed) == ({"a": 5}, {})
+    assert (step.parts, step.failed) == ([{}, {}, {"a": 5}, {}, {}], {})
 
 
 def test_what_torch_says_of_a_block_too_large_counts_as_out_of_memory() -> None:

@@ -13,6 +13,7 @@ its target too early show.
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from random import Random
 from zlib import crc32
 
@@ -29,6 +30,7 @@ from scheduler import (
 from scheduler.beam_search import BeamSearch, num_candidates
 from scheduler.invariants import check
 from scheduler.output import Candidate, Hypothesis
+from scheduler.sequence import PLACEHOLDER
 from scheduler.stopping import end_tokens
 
 VOCAB_SIZE = 50
@@ -137,6 +139,7 @@ class FakeRunner:
             del self.rows[seq_id]
         for new in output.new_rows:
             assert new.seq_id not in self.rows, f"{new.seq_id} is new, but has a row"
+            assert PLACEHOLDER not in new.token_ids, f"{new.seq_id} is new, but its last token is being drawn"
             prints = fingerprint(self._root_of(new.seq_id), new.token_ids)
             self.rows[new.seq_id] = Row(prints, list(new.block_ids), new.num_candidates)
         for chosen in output.row_tokens:
@@ -179,6 +182,8 @@ class FakeRunner:
                 if row.num_candidates:
                     found[seq_id] = candidates(row.prints[-1], row.num_candidates)
                 row.prints.append(hash((row.prints[-1], sampled[seq_id])))
+            elif seq_id in self.rows:  # the next step may have a chunk of it already, for nothing
+                self.rows[seq_id].prints.append(PLACEHOLDER)
         assert len(set(chunks.seq_ids)) == len(chunks), "a sequence has two chunks"
         return ModelRunnerOutput(sampled, failing, self._end_copies(), candidates=found)
 
@@ -245,10 +250,18 @@ class FakeRunner:
             assert held == row.prints[position + 1], f"{seq_id} reads somebody else's KV at position {position}"
 
 
+class Lookahead(Enum):
+    """When the next step is decided and begun."""
+
+    OFF = auto()
+    PLANNED = auto()  # decided while this one is computed, begun when its outcome is known: as on the CPU
+    LAUNCHED = auto()  # begun, too, before the outcome is known: as on a GPU
+
+
 class Driver:
     """A scheduler, a runner and a clock of one second a step, stepped with all invariants checked.
 
-    Of that second computing takes `step_s`.
+    Of that second computing takes `step_s`. With a lookahead a call of `step` ends the oldest step in flight.
     """
 
     def __init__(
@@ -256,8 +269,13 @@ class Driver:
         scheduler: Scheduler,
         root_of: Callable[[str], str] = lambda seq_id: "",
         faults: CopyFaults | None = None,
+        lookahead: Lookahead = Lookahead.OFF,
     ) -> None:
         self.scheduler = scheduler
+        self.lookahead = lookahead
+        self.num_looked_ahead = 0
+        self.num_wasted_rows = 0
+        self._in_flight: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
         self.runner = FakeRunner(scheduler.kv.block_size, root_of, faults)
         self.now = 0.0
         self.step_s = 0.0
@@ -273,26 +291,61 @@ class Driver:
     def step(
         self, failing: dict[str, str] | None = None, between: Callable[[SchedulerOutput], None] | None = None
     ) -> list[SequenceOutput]:
-        """One step; `between` is called after schedule() and before update()."""
-        scheduler = self.scheduler
+        """One step; `between` is called after a step was scheduled and before the next update()."""
+        scheduler, between = self.scheduler, between or (lambda output: None)
         self.now += 1
-        output = self.last_output = scheduler.schedule(self.now)
-        check(scheduler)
-        assert output.num_tokens <= scheduler.config.max_num_batched_tokens
-        is_idle = not (output.chunks or scheduler.kv.has_transfers)
-        assert not is_idle or not (scheduler.running or scheduler.waiting), "a step with work computes nothing"
-        runner_output = self.runner.execute(output, failing)
-        if between is not None:
+        if self._in_flight is None:
+            output = self._checked(scheduler.schedule(self.now))
+            runner_output = self.runner.execute(output, failing)
             between(output)
             check(scheduler)
+            ahead = self._try_schedule_ahead()
+        else:
+            output, runner_output = self._in_flight
+            ahead = self._try_schedule_ahead()
+            if ahead is not None:
+                between(ahead)
+        self._in_flight = None
+        if ahead is not None and self.lookahead is Lookahead.LAUNCHED:
+            self._in_flight = ahead, self.runner.execute(ahead, failing)
         outputs = scheduler.update(output, runner_output, self.now + self.step_s)
         check(scheduler)
+        if ahead is not None and self.lookahead is Lookahead.PLANNED:
+            num_chunks, ahead = len(ahead.chunks), scheduler.without_ended(ahead)
+            self.num_wasted_rows += num_chunks - len(ahead.chunks)
+            self._in_flight = ahead, self.runner.execute(ahead, failing)
+        elif ahead is not None:
+            alive = {seq.seq_id for seq in scheduler.running} | scheduler.ending.keys()
+            self.num_wasted_rows += len(set(ahead.chunks.seq_ids) - alive)
         for seq_output in outputs:
             assert seq_output.seq_id not in self.ends, f"{seq_output.seq_id} speaks after its end"
             self.generated[seq_output.seq_id] += seq_output.new_token_ids
             if seq_output.finish_reason is not None:
                 self.ends[seq_output.seq_id] = seq_output
         return outputs
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a step is being computed between two calls of `step`."""
+        return self._in_flight is not None
+
+    def _try_schedule_ahead(self) -> SchedulerOutput | None:
+        if self.lookahead is Lookahead.OFF:
+            return None
+        ahead = self.scheduler.try_schedule_ahead(self.now)
+        check(self.scheduler)
+        if ahead is None:
+            return None
+        self.num_looked_ahead += 1
+        return self._checked(ahead)
+
+    def _checked(self, output: SchedulerOutput) -> SchedulerOutput:
+        scheduler, self.last_output = self.scheduler, output
+        check(scheduler)
+        assert output.num_tokens <= scheduler.config.max_num_batched_tokens
+        is_idle = not (output.chunks or scheduler.kv.has_transfers)
+        assert not is_idle or not (scheduler.running or scheduler.waiting), "a step with work computes nothing"
+        return output
 
     def run(self, max_steps: int = 10_000) -> int:
         """Step until there is no work left; the number of steps."""

@@ -70,7 +70,7 @@ class BeamLife(RandomLife):
         """Now and then a search has to give way, whether or not blocks are lacking; twice at most, so that some end."""
         scheduler = self.driver.scheduler
         running = [seq.seq_id for seq in scheduler.running if seq.beams is not None and seq.num_preemptions < 2]
-        if running and self.rng.random() < 0.3:
+        if running and not self.driver.is_in_flight and self.rng.random() < 0.3:
             scheduler.preempt(self.rng.choice(running))
         super().step()
 

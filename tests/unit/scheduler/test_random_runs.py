@@ -3,7 +3,7 @@
 import random
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -23,10 +23,11 @@ from scheduler.beam_blocks import each_beam
 from scheduler.family import Family
 from scheduler.hit_sampling import HitSampler
 from scheduler.kv_cache_manager import KVCacheManager
+from scheduler.lookahead import Wait
 from scheduler.policy_names import DEFAULT_POLICY
 from scheduler.prefix_cache import chain_hash
 from scheduler.sequence import SequenceStatus
-from tests.unit.scheduler.fake_runner import VOCAB_SIZE, CopyFaults, Driver, generate
+from tests.unit.scheduler.fake_runner import VOCAB_SIZE, CopyFaults, Driver, Lookahead, generate
 
 EOS = 3
 STOP = 5
@@ -60,6 +61,7 @@ class Params:
     policy: str = DEFAULT_POLICY
     delay_factor: float = 0.0
     target_itl_ms: float | None = None
+    lookahead: Lookahead = Lookahead.OFF
 
     @property
     def max_num_tokens(self) -> int:
@@ -87,6 +89,8 @@ class Params:
             events |= WRITE_BEHIND_EVENTS
         if self.swap_step:
             events |= STEP_LIMIT_EVENTS
+        if self.lookahead is not Lookahead.OFF:
+            events |= LOOKAHEAD_EVENTS
         return events
 
 
@@ -141,6 +145,9 @@ SWAP_EVENTS = {
 }  # fmt: skip
 SWAP_CACHE_EVENTS = {"copied fewer out", "copied fewer in", "hit in the CPU tier"}
 STEP_LIMIT_EVENTS = {"swapped out in pieces", "swapped in in pieces"}
+LOOKAHEAD_EVENTS = {
+    "looked ahead", "wasted row", *(wait.name for wait in (Wait.FAMILY, Wait.DEADLINE, Wait.LAST_TOKENS, Wait.BLOCKS)),
+}  # fmt: skip
 WRITE_BEHIND_EVENTS = {"written behind", "copied at most one out", "preempted while written behind"}
 # Too rare to be sure of in a short run.
 RARE_EVENTS = {f"overdue {state}" for state in ("preempted", "prefilling", "swapped", "swapping in", "swapping out")}
@@ -189,14 +196,16 @@ class RandomLife:
             kv.sampler = HitSampler(window=20, min_hit_rate=0.2)
         # The model of one tenant is not that of the other: a shared block would change tokens.
         faults = CopyFaults(self.rng, params.max_delay, p_damaged=0.04, p_no_memory=0.03)
-        self.driver = Driver(Scheduler(config, cache, kv), lambda seq_id: seq_id.split("-")[0], faults)
+        self.driver = Driver(
+            Scheduler(config, cache, kv), lambda seq_id: seq_id.split("-")[0], faults, params.lookahead
+        )
 
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
             while len(self.alive) < self.params.load and self.rng.random() < 0.5:
                 self.add()
-                if self.rng.random() < 0.2:
-                    self.add_family()
+                if self.rng.random() < (0.2 if self.params.lookahead is Lookahead.OFF else 0.02):
+                    self.add_family()  # while one runs no step is decided ahead
                 self.add_more()
             states = sorted({self.state(seq) for seq in self.alive.values()})
             rarest = min(states, key=lambda each: self.events[f"aborted {each}"], default="")
@@ -307,7 +316,7 @@ class RandomLife:
     def have_one_give_way(self) -> None:
         """Preempt somebody for whom nobody lacks a block: those with a deadline are rarely victims otherwise."""
         running = [seq.seq_id for seq in self.driver.scheduler.running if seq.deadline_s is not None]
-        if running:
+        if running and not self.driver.is_in_flight:
             self.events["told to give way"] += self.driver.scheduler.preempt(self.rng.choice(running))
 
     def is_wanted(self, event: str) -> bool:
@@ -396,6 +405,8 @@ class RandomLife:
         """Everyone has ended once, with exactly its own tokens; those that were cut short, with the first of them."""
         driver = self.driver
         self.events.update(driver.runner.num_failed)
+        self.events["looked ahead"], self.events["wasted row"] = driver.num_looked_ahead, driver.num_wasted_rows
+        self.events.update({wait.name: count for wait, count in driver.scheduler.lookahead.num_waits.items()})
         assert not self.alive
         assert not driver.runner.rows
         assert len(driver.ends) + len(self.aborted) == self.num_added
@@ -433,6 +444,26 @@ def live(params: Params, seed: int, num_steps: int) -> str:
 @pytest.mark.parametrize("index", [0, 3, 6, 7, 14, 15, 17, 20, 21, 22, 28, 29])
 def test_a_random_life_keeps_every_invariant_and_every_token(index: int) -> None:
     live(PARAMS[index], random.randrange(10**6), num_steps=4_000)
+
+
+@pytest.mark.parametrize(
+    ("index", "lookahead"),
+    [(7, Lookahead.LAUNCHED), (19, Lookahead.LAUNCHED), (20, Lookahead.PLANNED)],
+)
+def test_a_random_life_whose_next_step_is_decided_ahead_keeps_every_invariant_and_every_token(
+    index: int, lookahead: Lookahead
+) -> None:
+    live(replace(PARAMS[index], lookahead=lookahead), random.randrange(10**6), num_steps=3_000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1_200)
+@pytest.mark.parametrize("lookahead", [Lookahead.PLANNED, Lookahead.LAUNCHED])
+@pytest.mark.parametrize("index", range(len(PARAMS)))
+def test_a_long_random_life_whose_next_step_is_decided_ahead_keeps_every_invariant_and_every_token(
+    index: int, lookahead: Lookahead
+) -> None:
+    live(replace(PARAMS[index], lookahead=lookahead), random.randrange(10**6), num_steps=LONG_RUN)
 
 
 @pytest.mark.slow
