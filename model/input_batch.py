@@ -90,7 +90,6 @@ class InputBatch:
 
     A row that has changed hands between the two (its term has ended) gets nothing of its former owner's.
 
-
     shapes: what pure decodes are padded to; None pads nothing. It may be set to None later.
     staging: how arrays get to the device; by default one of its own on CUDA, and none on the CPU, where a tensor is the
     array's own memory.
@@ -275,10 +274,15 @@ class InputBatch:
             sampling=self._sampling_rows(rows[sampled], ends[sampled]),
             shape=shape,
         )
-        unknown = self._unknown(rows, query_starts, ends)
+        drawn_ids = self._drawn_ids
+        unknown = [] if drawn_ids is None else self._unknown(inputs, rows, query_starts, ends)
         if self._staging is not None:
             self._staging.flush()
-        self._fill_in(inputs.input_ids, unknown)  # not before: the copy would write over it
+        if drawn_ids is not None:
+            # In place, where a graph reads them, and not before the copy, which would write over them. Nothing waits
+            # for the device. Where nothing could be drawn (-1) it is any id: that sequence fails.
+            for target, places, draws in unknown:
+                target.view(-1)[places] = drawn_ids[draws].clamp(min=0)
         return inputs
 
     def idle_decode(self, shape: DecodeShape) -> StepInputs:
@@ -307,28 +311,32 @@ class InputBatch:
         return inputs
 
     def _unknown(
-        self, rows: IntArray, query_starts: npt.NDArray[np.int32], ends: IntArray
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Where the step has tokens that the host doesn't know yet, int64 [n], and which draw each of them is.
+        self, inputs: StepInputs, rows: IntArray, query_starts: npt.NDArray[np.int32], ends: IntArray
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Tensors with tokens that the host doesn't know yet, where in them, flat, and which draws those are.
 
-        That is only ever the last token of a chunk. None where it knows all.
+        That is only ever the last token of a chunk: among the step's own, and among those that are penalised.
         """
-        if self._drawn_ids is None:
-            return None
+        found = [self._draws_in(inputs.input_ids, rows, ends, query_starts[1:].astype(np.int64) - 1)]
+        penalties = inputs.sampling.penalties
+        if penalties is not None:
+            places = self._penalised(inputs.sampled_rows) * penalties.token_ids.shape[1] + inputs.sampled_positions - 1
+            found.append(self._draws_in(penalties.token_ids, inputs.sampled_rows, inputs.sampled_positions, places))
+        return [each for each in found if each is not None]
+
+    def _draws_in(
+        self, target: torch.Tensor, rows: IntArray, ends: IntArray, places: IntArray
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Of these rows' last tokens, before `ends` and at these places of `target`, those that are only drawn yet."""
         draws = self._draw_of[rows]
         wanted = np.flatnonzero((draws >= 0) & (self._draw_positions[rows] == ends - 1))
         if not len(wanted):
             return None
-        return self._to_device(query_starts[wanted + 1].astype(np.int64) - 1), self._to_device(draws[wanted])
+        return target, self._to_device(places[wanted]), self._to_device(draws[wanted])
 
-    def _fill_in(self, input_ids: torch.Tensor, unknown: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-        """Take these tokens from the step before, on the device, without a wait for it.
-
-        In place, since a graph reads them there. Where nothing could be drawn (-1) it is any id: that one fails.
-        """
-        if unknown is not None and self._drawn_ids is not None:
-            places, draws = unknown
-            input_ids[places] = self._drawn_ids[draws].clamp(min=0)
+    def _penalised(self, rows: IntArray) -> IntArray:
+        """Which sequence of `Penalties.token_ids` each of these rows is."""
+        return rows if self._device.type == "cpu" else np.arange(len(rows))
 
     def _check_room(self, chunks: Chunks, rows: IntArray, counts: IntArray, ends: IntArray) -> None:
         is_wrong = (counts < 1) | (ends > self._num_blocks[rows] * self._block_size)
@@ -380,11 +388,8 @@ class InputBatch:
 
         On the CPU all rows' tokens in place; elsewhere a copy of what these rows hold.
         """
-        if self._device.type == "cpu":
-            token_ids, sequences = self._token_ids, rows
-        else:
-            token_ids, sequences = self._token_ids[rows, : positions.max()], np.arange(len(rows))
-        columns = (sequences, self._num_prompt[rows], positions)
+        token_ids = self._token_ids if self._device.type == "cpu" else self._token_ids[rows, : positions.max()]
+        columns = (self._penalised(rows), self._num_prompt[rows], positions)
         amounts = (self._repetition[rows], self._frequency[rows], self._presence[rows])
         return Penalties(*(self._to_device(each) for each in (token_ids, *columns, *amounts)))
 
