@@ -7,10 +7,12 @@ import torch
 
 from model.decode_shapes import decode_shapes
 from model.input_batch import InputBatch
+from model.model_runner import ModelRunner
 from model.staging import Staging
 from scheduler.sampling_params import SamplingParams
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from tests.unit.model_runner.test_cuda_graphs import KeptCalls, PromptDevice
+from worker.engine import Engine
 from worker.llm import LLM
 
 MAX_SEQS, MAX_LEN = 8, 256
@@ -36,14 +38,15 @@ def params() -> list[SamplingParams]:
 def generate(folder: Path, *, is_overlapping: bool, is_staged: bool) -> tuple[list[tuple[int, ...]], KeptCalls]:
     options = {"num_kv_blocks": 200, "max_num_seqs": MAX_SEQS, "max_model_len": MAX_LEN, "num_threads": 1}
     capture = KeptCalls()
-    with LLM(str(folder), device="cpu", overlap_scheduling=is_overlapping, **options) as llm:  # type: ignore[arg-type]
+    with LLM(str(folder), device="cpu", **options) as llm:  # type: ignore[arg-type]
         runner = llm.engine.runner
+        assert isinstance(runner, ModelRunner)
+        if is_overlapping:  # as on CUDA: the next step is launched before the tokens of this one are asked for
+            llm.engine = Engine(llm.engine.scheduler, runner, check_invariants="step", overlapping=runner)
         if is_staged:
             shapes, staging = decode_shapes(MAX_SEQS, MAX_LEN), Staging(PromptDevice(), 1 << 18)
-            runner._batch = InputBatch(  # type: ignore[attr-defined]
-                MAX_SEQS, MAX_LEN, 16, torch.device("cpu"), shapes=shapes, staging=staging
-            )
-            assert runner.capture_graphs(capture)  # type: ignore[attr-defined]
+            runner._batch = InputBatch(MAX_SEQS, MAX_LEN, 16, torch.device("cpu"), shapes=shapes, staging=staging)
+            assert runner.capture_graphs(capture)
         made = llm.generate(list(PROMPTS), params())
     return [completion.token_ids for completion in made], capture
 
