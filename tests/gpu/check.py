@@ -98,7 +98,11 @@ def _run(stage: Stage, out: Path, ends_s: float, *, is_rehearsed: bool) -> Outco
         words = ["-m", "pytest", "-c", str(INI), f"--junitxml={report}", *(str(ROOT / path) for path in stage.tests)]
     else:
         words = ["-m", "tests.gpu.bench", stage.bench, str(report)]
-    environment = os.environ | {"PAGEMILL_GPU_CHECK": "rehearse" if is_rehearsed else "run", "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {
+        "PAGEMILL_GPU_CHECK": "rehearse" if is_rehearsed else "run",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # a bare machine has none
+        "PYTHONUNBUFFERED": "1",
+    }
     _say(f"{stage.name}: begun")
     started = time.monotonic()
     with (out / f"{name}.log").open("wb") as log:

@@ -51,12 +51,13 @@ def generate(folder: Path, device: torch.device, prompts: list[list[int]], **opt
     return [list(completion.token_ids) for completion in made]
 
 
+@pytest.mark.parametrize("overlaps", [True, False], ids=["overlapping", "one by one"])
 @pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])
 def test_all_prompts_at_once_give_the_tokens_of_transformers(
-    device: torch.device, folder: Path, expected: dict[str, Continuation], cuda_graphs: bool
+    device: torch.device, folder: Path, expected: dict[str, Continuation], cuda_graphs: bool, overlaps: bool
 ) -> None:
     prompts = [each.prompt_ids for each in expected.values()]
-    made = generate(folder, device, prompts, cuda_graphs=cuda_graphs)
+    made = generate(folder, device, prompts, cuda_graphs=cuda_graphs, overlap_scheduling=overlaps)
     assert made == [each.ids for each in expected.values()]
 
 
@@ -79,16 +80,20 @@ def test_sequences_that_are_swapped_every_few_tokens_give_the_same(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_graphs_draw_the_tokens_that_kernels_one_by_one_draw(device: torch.device, folder: Path, dtype: str) -> None:
+def test_overlapping_graphs_draw_the_tokens_that_kernels_one_by_one_draw(
+    device: torch.device, folder: Path, dtype: str
+) -> None:
     """Of random weights in the shapes of a real model; batches of all sizes as sequences end."""
     model = "SmolLM2-135M" if device.type == "cuda" else str(folder)
     rng = random.Random(SEED)
     prompts = [[rng.randrange(200) for _ in range(rng.randrange(1, 90))] for _ in range(13)]
     params = [SamplingParams(temperature=0, max_tokens=5 + 3 * n, ignore_eos=True) for n in range(13)]
     params[4] = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=40, ignore_eos=True)
+    params[5] = SamplingParams(temperature=0, repetition_penalty=1.3, frequency_penalty=0.2, max_tokens=40)
     made = []
     for cuda_graphs in (True, False):
         options: dict[str, Any] = {"load_format": "dummy", "dtype": dtype, "cuda_graphs": cuda_graphs}
+        options["overlap_scheduling"] = cuda_graphs
         with LLM(model, device=device.type, cache_dir=folder, num_kv_blocks=400, max_num_seqs=13, **options) as llm:
             made.append([completion.token_ids for completion in llm.generate(prompts, params)])
     assert made[0] == made[1]
