@@ -50,13 +50,14 @@ def prefill_sizes(head_dim: int, group: int, element_bytes: int, capability: int
     if element_bytes == 4:
         if width <= 128:
             return Sizes(32, 32 if width <= 64 else 16, 8, 2)
-        return Sizes(16, 16, 4, 2)
+        return Sizes(16, 16, 8, 2)
     if max_query_len is not None and max_query_len * group <= 16:
         return Sizes(16, 64 if width <= 128 else 32, 4, 2)
     if width > 128:
         return Sizes(64, 32, 8, 2)
-    # Before Hopper the accumulator of 128 rows does not fit beside the scores of 64 keys.
-    return Sizes(128 if capability >= 90 else 64, 64, 8, 2)
+    # Hopper's matrix instruction takes 64 rows of a warp group. Before it, an accumulator of 128 rows doesn't fit
+    # beside the scores of 64 keys.
+    return Sizes(128, 64, 8, 2) if capability >= 90 else Sizes(64, 32, 4, 2)
 
 
 def split_len(num_programs: int, max_context_len: int, num_sms: int, *, is_deterministic: bool) -> int:

@@ -26,6 +26,8 @@ _INTEGERS: Final = (torch.int32, torch.int64)
 _MERGED_SPLITS: Final = 16
 # Programs that a grid may have on its second and third axis.
 _MAX_GRID: Final = 65535
+# All that a thread can have. Left to itself, the assembler rather spills some bytes to fit one program more.
+_MAX_REGISTERS: Final = 255
 # Where a scale of the cache is 0: a factor that -inf keeps its sign under, and that no score shows beside.
 _LEAST_SCALE: Final = 1e-30
 
@@ -147,6 +149,7 @@ def _prefill(
         GROUP=group, HEADS=heads, BLOCK_SIZE=cache.shape[2], HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim),
         BLOCK_M=sizes.block_m, TILE=sizes.tile, HAS_WINDOW=options.window is not None,
         HAS_CAP=options.soft_cap is not None, num_warps=sizes.num_warps, num_stages=sizes.num_stages,
+        maxnreg=_MAX_REGISTERS,
     )  # fmt: skip
 
 
