@@ -26,11 +26,7 @@ class PackedLinear:
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        if weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[:1]):
-            raise KernelInputError(
-                f"weight is {tuple(weight.shape)} and bias {None if bias is None else tuple(bias.shape)};"
-                " they must be [out_features, in_features] and [out_features]"
-            )
+        check_weight(weight, bias)
         dtype = weight.dtype if dtype is None else dtype
         self.dtype = dtype
         self.out_features, self.in_features = weight.shape
@@ -53,10 +49,7 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features] → [rows, out_features]; rows of the result may be strided."""
-        if x.ndim != 2 or x.shape[1] != self.in_features or x.dtype != self.dtype:
-            raise KernelInputError(
-                f"x is {x.dtype} {tuple(x.shape)}; it must be {self.dtype} [rows, {self.in_features}]"
-            )
+        check_x(x, self.in_features, self.dtype)
         if not self.is_packed:
             return torch.nn.functional.linear(x, self._weight, self._plain_bias)
         if not has_compiled("linear"):  # switched off after the weights were laid out
@@ -90,10 +83,7 @@ class PackedLinear:
         if not has_compiled("linear"):
             return torch.nn.functional.embedding(ids, self.weight())
         ids = ids.long().contiguous()
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.out_features:
-            raise KernelInputError(
-                f"ids reach from {int(ids.min())} to {int(ids.max())}, rows from 0 to {self.out_features - 1}"
-            )
+        check_ids(ids, self.out_features)
         out = torch.empty((ids.shape[0], self.in_features))
         launch(
             "gather_rows",
@@ -107,3 +97,24 @@ class PackedLinear:
         if not self.is_packed:
             return self._weight
         return self._weight.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
+
+
+def check_weight(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raises KernelInputError where these are not a layer's."""
+    if weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        raise KernelInputError(
+            f"weight is {tuple(weight.shape)} and bias {None if bias is None else tuple(bias.shape)};"
+            " they must be [out_features, in_features] and [out_features]"
+        )
+
+
+def check_x(x: torch.Tensor, in_features: int, dtype: torch.dtype) -> None:
+    """Raises KernelInputError where x is no input of a layer."""
+    if x.ndim != 2 or x.shape[1] != in_features or x.dtype != dtype:
+        raise KernelInputError(f"x is {x.dtype} {tuple(x.shape)}; it must be {dtype} [rows, {in_features}]")
+
+
+def check_ids(ids: torch.Tensor, num_rows: int) -> None:
+    """Raises KernelInputError where one is no row's number."""
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_rows:
+        raise KernelInputError(f"ids reach from {int(ids.min())} to {int(ids.max())}, rows from 0 to {num_rows - 1}")

@@ -37,6 +37,24 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return product if bias is None else product + bias.double()
 
 
+def quantized_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """As calling kernels.quantized_linear.QuantizedLinear(weight, bias) with x: what is rounded there is rounded here,
+    in float32; the rest is float64."""
+    return linear(_rounded_in_groups(x), _rounded_in_groups(weight), bias)
+
+
+def _rounded_in_groups(values: torch.Tensor) -> torch.Tensor:
+    """Each 32 values of a row as whole multiples of the largest magnitude among them / 127; float64."""
+    rounded = values.double().clone()
+    for row in range(values.shape[0]):
+        for start in range(0, values.shape[1], 32):
+            group = values[row, start : start + 32].float()
+            largest = group.abs().max()
+            integers = (group * (127 / largest)).round() if largest >= 1e-30 else torch.zeros_like(group)
+            rounded[row, start : start + 32] = integers.double() * (largest / 127).double()
+    return rounded
+
+
 def rope_and_write(
     qkv: torch.Tensor,
     cos_sin: torch.Tensor,

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 import torch
 
-from kernels.linear import PackedLinear
 from kernels.paged_attention import AttentionMetadata
 from kernels.rms_norm import add_rms_norm, rms_norm
 from model.config import ModelConfig
 from model.errors import UnsupportedModelError
 from model.layers import DecoderLayer, ForwardContext
+from model.quantization import make_linear, make_table
 from model.rope import cos_sin_table, rotary_dim
 from model.weights import EMBEDDING, FINAL_NORM, LM_HEAD, WeightReader, check_weights
 
@@ -19,7 +19,7 @@ class Decoder:
 
     `weights` are tensors under Hugging Face names; a mutable mapping is emptied while it is read, so that source and
     packed copy of the whole model never exist at once. `max_positions` bounds the positions that `forward` accepts
-    (default: the checkpoint's own limit).
+    (default: the checkpoint's own limit). `quantization` is one of QUANTIZATIONS.
 
     Raises WeightsMismatchError and UnsupportedModelError, each naming what is wrong.
     """
@@ -31,6 +31,7 @@ class Decoder:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         max_positions: int | None = None,
+        quantization: str = "none",
     ) -> None:
         check_supported(config)
         check_weights(config, weights)
@@ -38,14 +39,16 @@ class Decoder:
         self.device = torch.device(device)
         self.dtype = dtype
         self.max_positions = max_positions or config.max_position_embeddings
-        reader = WeightReader(weights, dtype, self.device)
+        self.quantization = quantization
+        reader = WeightReader(weights, dtype, self.device, quantization)
         self.cos_sin = cos_sin_table(config, self.max_positions, self.device)
         self.layers = [DecoderLayer(config, layer, reader, dtype) for layer in range(config.num_layers)]
         self.final_norm = reader.take(FINAL_NORM)
         embedding = reader.take(EMBEDDING)
         # Where they are tied the table lives once, in the packed layer's layout, and rows are looked up there.
-        self.lm_head = PackedLinear(embedding if config.tie_word_embeddings else reader.take(LM_HEAD), None, dtype)
-        self._embedding = None if config.tie_word_embeddings else embedding
+        is_tied = config.tie_word_embeddings
+        self.lm_head = make_linear(embedding if is_tied else reader.take(LM_HEAD), None, dtype, quantization)
+        self._embedding = self.lm_head if is_tied else make_table(embedding, dtype, quantization)
 
     def forward(
         self,
@@ -85,9 +88,9 @@ class Decoder:
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Rows [num_tokens, hidden_size] of the embedding table, freshly made."""
-        if self._embedding is None:
-            return self.lm_head.rows(input_ids)
-        return torch.nn.functional.embedding(input_ids, self._embedding)
+        if isinstance(self._embedding, torch.Tensor):
+            return torch.nn.functional.embedding(input_ids, self._embedding)
+        return self._embedding.rows(input_ids)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, vocab_size] from rows of `hidden`."""

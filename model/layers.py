@@ -6,9 +6,9 @@ import torch
 
 from kernels.activation import silu_and_mul
 from kernels.kv_cache_write import rope_and_write
-from kernels.linear import PackedLinear
 from kernels.paged_attention import AttentionMetadata, paged_attention
 from model.config import ModelConfig
+from model.quantization import Linear, make_linear
 from model.weights import WeightReader
 
 
@@ -81,8 +81,8 @@ class DecoderLayer:
         self.post_attention_norm = reader.take(f"model.layers.{layer}.post_attention_layernorm.weight")
 
 
-def fused_linear(reader: WeightReader, names: list[str], has_bias: bool, dtype: torch.dtype) -> PackedLinear:
+def fused_linear(reader: WeightReader, names: list[str], has_bias: bool, dtype: torch.dtype) -> Linear:
     """One packed product of several projections that read the same input, their outputs side by side."""
     weight = reader.take_fused([f"{name}.weight" for name in names])
     bias = reader.take_fused([f"{name}.bias" for name in names]) if has_bias else None
-    return PackedLinear(weight, bias, dtype)
+    return make_linear(weight, bias, dtype, reader.quantization)

@@ -97,10 +97,17 @@ class WeightReader:
     """Takes tensors out of a mapping one by one, so that a source tensor dies as soon as it is packed.
 
     A mutable mapping (a dict) is emptied as it is read: what is taken twice is not there. A read-only one, that loads
-    lazily, is left as it is.
+    lazily, is left as it is. `quantization` is how the matrices of linear layers are kept: see quantization.py.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: str = "none",
+    ) -> None:
+        self.quantization = quantization
         self._weights = weights
         self._dtype = dtype
         self._device = device

@@ -16,6 +16,7 @@ from model.graph_memory import measure_graphs
 from model.kv_cache import KVCache, kv_block_bytes
 from model.loader import load_checkpoint, load_config
 from model.model_runner import ModelRunner, RunnerConfig
+from model.quantization import QUANTIZATIONS
 from model.rates import measure_prefill, measure_swap
 from model.tokenizer import Tokenizer
 from scheduler.config import CacheConfig, PreemptionMode, SchedulerConfig
@@ -90,6 +91,8 @@ def build_engine(config: EngineConfig, progress: ProgressCallback | None = None)
 def _read_model(config: EngineConfig) -> _Model:
     if config.block_size not in BLOCK_SIZES:
         raise StartupError(f"block_size is {config.block_size}: use one of {', '.join(map(str, BLOCK_SIZES))}")
+    if config.quantization not in QUANTIZATIONS:
+        raise StartupError(f"quantization is {config.quantization}: use {' or '.join(QUANTIZATIONS)}")
     path = Path(config.model_path)
     device = _pick_device(config.device)
     model_config = load_config(path, config.load_format)
@@ -113,7 +116,14 @@ def _build(config: EngineConfig, model: _Model, report: ProgressCallback) -> tup
         load_format=config.load_format,
         device=device,
     )
-    decoder = Decoder(model_config, checkpoint.weights, device=device, dtype=dtype, max_positions=context)
+    decoder = Decoder(
+        model_config,
+        checkpoint.weights,
+        device=device,
+        dtype=dtype,
+        max_positions=context,
+        quantization=config.quantization,
+    )
     batched_tokens = config.max_num_batched_tokens or max(BATCHED_TOKENS[device.type], config.max_num_seqs)
     limits = RunnerConfig(
         max_num_seqs=config.max_num_seqs,
@@ -233,4 +243,5 @@ def _fingerprint(config: EngineConfig, dtype: torch.dtype, device: torch.device,
     if config.load_format == "dummy":
         name = f"dummy-{Path(config.model_path).name}"
     kept = "/deterministic" if is_deterministic else ""
-    return f"{name}/{dtype_name(dtype)}/{device.type}/torch-{torch.__version__}{kept}"
+    numbers = dtype_name(dtype) + ("" if config.quantization == "none" else f"-{config.quantization}")
+    return f"{name}/{numbers}/{device.type}/torch-{torch.__version__}{kept}"

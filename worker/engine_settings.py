@@ -14,6 +14,7 @@ def engine_config(settings: Settings, model_path: Path) -> EngineConfig:
         load_format=settings.load_format,
         device=settings.device,
         dtype=settings.dtype,
+        quantization=settings.quantization,
         max_model_len=settings.max_model_len,
         block_size=settings.block_size,
         num_kv_blocks=settings.num_kv_blocks,

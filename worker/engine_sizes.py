@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from model.config import ModelConfig
+from model.quantization import bytes_of_weights
 from scheduler.config import PreemptionMode
 from worker.engine_config import EngineConfig
 from worker.errors import StartupError
@@ -33,7 +34,10 @@ ACTIVATION_MARGIN = 1.2
 
 def startup_need(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, block_bytes: int) -> Need:
     """What weights, KV cache (as far as its size is set) and all else take on the CPU."""
-    return need_on_cpu(num_parameters(model_config) * dtype.itemsize, (config.num_kv_blocks or 0) * block_bytes)
+    weight_bytes = bytes_of_weights(num_parameters(model_config), dtype, config.quantization)
+    if config.quantization != "none":  # each matrix is there unquantized for a moment, the embeddings are the largest
+        weight_bytes += model_config.vocab_size * model_config.hidden_size * dtype.itemsize
+    return need_on_cpu(weight_bytes, (config.num_kv_blocks or 0) * block_bytes)
 
 
 def check_fits(path: Path, need: Need) -> None:

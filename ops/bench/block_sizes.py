@@ -4,11 +4,11 @@ import json
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import click
 
-from ops.bench.cli import FULL
 from ops.bench.machine import machine_facts
 from ops.bench.measure import num_blocks_for, say
 from ops.bench.ours import Ours
@@ -23,7 +23,10 @@ from ops.bench.parts import (
     model_option,
     num_threads_option,
     seed_option,
+    svg_option,
 )
+from ops.bench.pictures import check_installed, draw_report
+from ops.bench.presets import FULL
 from ops.bench.runs import OursRun, percentile, spread
 from ops.bench.workload import BenchRequest, draw_lengths, make_requests, warm_up_lengths
 from ops.tables import print_table
@@ -53,13 +56,16 @@ class SizeRun:
 @seed_option
 @num_threads_option
 @cache_dir_option
-def command(sizes: tuple[int, ...], batch: int, **values: Any) -> None:
+@svg_option
+def command(sizes: tuple[int, ...], batch: int, svg: str | None, **values: Any) -> None:
     """Measure KV use and request rate at several block sizes, by turns, on the bench's workload.
 
     All have room for all sequences in flight, so that nobody is preempted. The request rate is divided by that with
     blocks of 16: in the fastest run of each, since what else runs only makes one slower, and a second of processor time
     in each alternation. A table goes to stdout, and one JSON object as its last line.
     """
+    if svg is not None:
+        check_installed()
     started = time.monotonic()
     lengths = draw_lengths(FULL.shape, values["num_requests"], values["seed"])
     machine = machine_facts()
@@ -89,6 +95,8 @@ def command(sizes: tuple[int, ...], batch: int, **values: Any) -> None:
         "sizes": found,
         "took_s": time.monotonic() - started,
     }
+    if svg is not None:
+        draw_report(report, Path(svg))
     print(json.dumps(report))
 
 

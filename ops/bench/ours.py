@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from ops.bench.errors import BenchError
 from ops.bench.parts import start_engine
 from ops.bench.recorder import Recorder
-from ops.bench.side import serve
+from ops.bench.serving import serve
 from scheduler.sampling_params import SamplingParams
 from worker.engine import EngineRequest, StepTimes
 from worker.engine_config import EngineConfig, EngineInfo
@@ -30,8 +30,11 @@ class Driver(Protocol):
         """Build the engine. Raises StartupError."""
         ...
 
-    def drive(self, requests: list[EngineRequest], recorder: Recorder) -> None:
-        """Run all requests to their ends, telling the recorder of each step."""
+    def drive(self, requests: list[EngineRequest], arrivals_s: list[float], recorder: Recorder) -> None:
+        """Run all requests to their ends, telling the recorder of each step.
+
+        Request i is offered `arrivals_s[i]` seconds after the recorder's start; times rise.
+        """
         ...
 
     def close(self) -> None:
@@ -50,12 +53,17 @@ class InProcessDriver:
         self._engine, info = start_engine(self._config)
         return info
 
-    def drive(self, requests: list[EngineRequest], recorder: Recorder) -> None:
+    def drive(self, requests: list[EngineRequest], arrivals_s: list[float], recorder: Recorder) -> None:
         """See Driver."""
-        engine = self._engine
-        for request in requests:
-            engine.add(request)
+        engine, num_added = self._engine, 0
         while not recorder.is_done:
+            now = time.perf_counter() - recorder.started_s
+            while num_added < len(requests) and arrivals_s[num_added] <= now:
+                engine.add(requests[num_added])
+                num_added += 1
+            if not engine.has_work:
+                time.sleep(max(0.0, arrivals_s[num_added] - now))
+                continue
             outputs = engine.step()
             recorder.absorb(time.perf_counter(), outputs, engine.stats(), engine.times)
         while engine.has_work:  # rows of the last ones are dropped; nothing is computed
@@ -79,16 +87,23 @@ class ProcessDriver:
         """See Driver."""
         return self._runner.run(self._engine.start())
 
-    def drive(self, requests: list[EngineRequest], recorder: Recorder) -> None:
+    def drive(self, requests: list[EngineRequest], arrivals_s: list[float], recorder: Recorder) -> None:
         """See Driver."""
-        self._runner.run(self._drive(requests, recorder))
+        self._runner.run(self._drive(requests, arrivals_s, recorder))
 
-    async def _drive(self, requests: list[EngineRequest], recorder: Recorder) -> None:
-        for request in requests:
+    async def _drive(self, requests: list[EngineRequest], arrivals_s: list[float], recorder: Recorder) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._offer(requests, arrivals_s, recorder.started_s))
+            while not recorder.is_done:
+                report = await self._engine.next_report()
+                recorder.absorb(time.perf_counter(), report.outputs, report.stats, report.times)
+
+    async def _offer(self, requests: list[EngineRequest], arrivals_s: list[float], started_s: float) -> None:
+        for request, arrival_s in zip(requests, arrivals_s, strict=True):
+            wait_s = started_s + arrival_s - time.perf_counter()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
             self._engine.add(request)
-        while not recorder.is_done:
-            report = await self._engine.next_report()
-            recorder.absorb(time.perf_counter(), report.outputs, report.stats, report.times)
 
     def close(self) -> None:
         """See Driver."""
@@ -122,6 +137,14 @@ class Ours:
 
     def run(self, requests: list[tuple[list[int], int]]) -> dict[str, Any]:
         """Run (prompt ids, output tokens) requests, all offered at once; answers an OursRun."""
+        recorder = self._drive(requests, [0.0] * len(requests))
+        return dataclasses.asdict(recorder.run(self._config.max_num_seqs))
+
+    def run_arrivals(self, requests: list[tuple[list[int], int]], arrivals_s: list[float]) -> dict[str, Any]:
+        """The same, each offered so many seconds after the start, whatever is being served then."""
+        return dataclasses.asdict(self._drive(requests, arrivals_s).run_of_arrivals(arrivals_s))
+
+    def _drive(self, requests: list[tuple[list[int], int]], arrivals_s: list[float]) -> Recorder:
         if self._driver is None:
             raise BenchError("there is no engine yet: prepare comes before run")
         made = [
@@ -136,9 +159,9 @@ class Ours:
         recorder = Recorder(
             len(made), started_s=time.perf_counter(), before=self._times, num_hits_before=self._num_hits
         )
-        self._driver.drive(made, recorder)
+        self._driver.drive(made, arrivals_s, recorder)
         self._times, self._num_hits = recorder.times, recorder.num_hits
-        return dataclasses.asdict(recorder.run(self._config.max_num_seqs))
+        return recorder
 
     def close(self) -> None:
         """Let go of the engine."""
@@ -151,7 +174,7 @@ def main() -> None:
     """Entry point of the process."""
     options = json.loads(sys.argv[1])
     ours = Ours(EngineConfig(**options["config"]), options["mode"])
-    serve({"prepare": ours.prepare, "run": ours.run})
+    serve({"prepare": ours.prepare, "run": ours.run, "run_arrivals": ours.run_arrivals})
     ours.close()
 
 

@@ -1,5 +1,6 @@
 """What the measurements of the bench share: options, turns, and where the model is."""
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -36,6 +37,31 @@ cache_dir_option = click.option(
 alternations_option = click.option("--alternations", type=COUNT, default=3, help="Runs of each, by turns.")
 seed_option = click.option("--seed", type=int, default=0, help="Decides lengths and ids of all requests.")
 
+engine_mode_option = click.option(
+    "--engine-mode",
+    type=click.Choice(["process", "inprocess"]),
+    default="process",
+    help="The engine in a process of its own, so that its pipe counts as host work, or called directly.",
+)
+svg_option = click.option(
+    "--svg", type=click.Path(file_okay=False), help="Draw the result as SVG pictures into this folder, too."
+)
+
+
+class NameList(click.ParamType[tuple[str, ...]]):
+    """Names with commas between them."""
+
+    name = "names"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        """The names, in their order, each once."""
+        if isinstance(value, tuple):
+            return value
+        words = [word.strip() for word in str(value).split(",")]
+        if not all(words):
+            self.fail("use names with commas between them, like transformers,vllm", param, ctx)
+        return tuple(dict.fromkeys(words))
+
 
 class NumberList(click.ParamType[tuple[int, ...]]):
     """Whole numbers from 1 with commas between them."""
@@ -52,15 +78,38 @@ class NumberList(click.ParamType[tuple[int, ...]]):
         return tuple(dict.fromkeys(int(word) for word in words))
 
 
+class RateList(click.ParamType[tuple[float, ...]]):
+    """Numbers above 0 with commas between them."""
+
+    name = "rates"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        """The numbers, in their order, each once."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            rates = [float(word) for word in str(value).split(",")]
+        except ValueError:
+            rates = []
+        if not rates or not all(0 < rate < math.inf for rate in rates):
+            self.fail("use numbers above 0 with commas between them, like 0.5,1,2", param, ctx)
+        return tuple(dict.fromkeys(rates))
+
+
 def by_turns(sides: Sequence[T], num_alternations: int) -> Iterator[tuple[int, T]]:
     """Each side once in each alternation, with the alternation's number.
 
     Each begins with another one: nobody is always the last, should the machine get busier.
     """
     for number in range(num_alternations):
-        first = number % len(sides)
-        for side in (*sides[first:], *sides[:first]):
+        for side in rotated(sides, number):
             yield number, side
+
+
+def rotated(sides: Sequence[T], by: int) -> list[T]:
+    """The same sides in the same order, beginning with another one."""
+    first = by % len(sides) if sides else 0
+    return [*sides[first:], *sides[:first]]
 
 
 def cache_folder(given: str | None) -> Path:

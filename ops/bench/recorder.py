@@ -2,10 +2,10 @@
 
 import statistics
 from collections.abc import Sequence
-from itertools import pairwise
 
 from ops.bench.errors import BenchError
 from ops.bench.runs import OursRun
+from ops.bench.timeline import Timeline, closed_loop, open_loop
 from scheduler.output import SchedulerStats, SequenceOutput
 from worker.engine import StepTimes
 
@@ -18,7 +18,7 @@ class Recorder:
     """
 
     def __init__(self, num_requests: int, *, started_s: float, before: StepTimes, num_hits_before: int) -> None:
-        self._started_s = started_s
+        self.started_s = started_s
         self._before = before
         self._num_hits_before = num_hits_before
         self._token_s: list[list[float]] = [[] for _ in range(num_requests)]
@@ -55,27 +55,24 @@ class Recorder:
 
     def run(self, batch: int) -> OursRun:
         """The whole, once done. batch: how many sequences could be in flight."""
-        available_s = self._available_s(batch)
+        return self._run_of(closed_loop(self.started_s, self._token_s, batch))
+
+    def run_of_arrivals(self, arrivals_s: Sequence[float]) -> OursRun:
+        """The whole, once done, of requests that came at these times, counted from the start."""
+        return self._run_of(open_loop(self.started_s, self._token_s, arrivals_s))
+
+    def _run_of(self, timeline: Timeline) -> OursRun:
         return OursRun(
-            wall_s=max(times[-1] for times in self._token_s) - self._started_s,
-            num_output_tokens=sum(len(times) for times in self._token_s),
+            wall_s=timeline.wall_s,
+            num_output_tokens=timeline.num_tokens,
             num_steps=self._num_steps,
             step_s=self.times.step_s - self._before.step_s,
             forward_s=self.times.forward_s - self._before.forward_s,
             kv_use=statistics.fmean(self._uses) if self._uses else 1.0,
             num_slots_read=self._num_slots_read,
             num_prefix_hits=self.num_hits - self._num_hits_before,
-            ttft_s=[times[0] - free for times, free in zip(self._token_s, available_s, strict=True)],
-            gap_s=[after - before for times in self._token_s for before, after in pairwise(times)],
-            reply_s=[times[-1] - free for times, free in zip(self._token_s, available_s, strict=True)],
+            ttft_s=timeline.ttft_s,
+            gap_s=timeline.gap_s,
+            reply_s=timeline.reply_s,
             first_ids=self._first_ids,
         )
-
-    def _available_s(self, batch: int) -> list[float]:
-        """When there was a place for each request.
-
-        All wait from the start, and are admitted in their order: the first `batch` at once, each later one when the
-        next of those before it ends.
-        """
-        ends = sorted(times[-1] for times in self._token_s)
-        return [self._started_s if index < batch else ends[index - batch] for index in range(len(self._token_s))]

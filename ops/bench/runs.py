@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,17 @@ class OursRun:
 class PeerRun:
     """One pass of a peer over the same requests. Only tokens that were asked for count.
 
-    reply_s: from the start of a request's batch until the batch is done. num_steps: forward passes.
+    reply_s, ttft_s, gap_s: as in OursRun. A static batch is done for all its requests at once: its reply_s counts from
+    the batch's start, and the other two are empty. num_steps: forward passes; None where the peer doesn't tell.
     """
 
     wall_s: float
     num_output_tokens: int
-    num_steps: int
+    num_steps: int | None
     reply_s: list[float]
     first_ids: list[int]
+    ttft_s: list[float] = field(default_factory=list)
+    gap_s: list[float] = field(default_factory=list)
 
     @property
     def tokens_per_s(self) -> float:

@@ -1,27 +1,28 @@
 """A side of the bench: a process of its own that is started once, runs when it is told to, and sleeps otherwise.
 
-JSON lines over its stdin and stdout: `{"do": NAME, ...}` is answered by `{"reply": ...}` or `{"error": "one line"}`.
-The end of stdin ends the process.
+JSON lines over its stdin and stdout, as serving.py says, which is the side's own end. It may run in another Python
+than this one, say in a virtual environment that holds what can't be installed beside our own packages.
 """
 
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from typing import IO, Any, Protocol, Self, cast
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, Final, Protocol, Self, cast
 
 import psutil
 
 from ops.bench.errors import BenchError
-from worker.errors import PagemillError
 
 # Seconds that a side gets to end by itself.
 CLOSE_GRACE_S = 10.0
-
-Handler = Callable[..., Any]
+# What another Python gets to see of ours. A folder that holds them may be this Python's site-packages, whose other
+# contents would stand in the way of its own.
+PACKAGES: Final = ("ops", "worker", "scheduler", "kernels", "model")
 
 
 class Side(Protocol):
@@ -37,12 +38,26 @@ class Side(Protocol):
 
 
 class SideProcess:
-    """The bench's end: starts `python -m MODULE OPTIONS_JSON` and asks it."""
+    """The bench's end: starts `python -m MODULE OPTIONS_JSON` and asks it.
 
-    def __init__(self, name: str, module: str, options: Mapping[str, Any]) -> None:
+    python: another interpreter than this one; it finds our packages and nothing else of this one's.
+    """
+
+    def __init__(self, name: str, module: str, options: Mapping[str, Any], *, python: str | None = None) -> None:
         self.name = name
-        command = [sys.executable, "-P", "-m", module, json.dumps(options)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._stack = contextlib.ExitStack()
+        environment = None
+        if python is not None:
+            links = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="pagemill-bench-"))
+            environment = os.environ | {"PYTHONPATH": str(link_packages(Path(links)))}
+        command = [python or sys.executable, "-P", "-m", module, json.dumps(options)]
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            )
+        except OSError as error:
+            self._stack.close()
+            raise BenchError(f"can't start {name} with {command[0]}: {error.strerror}") from error
         self._commands = cast("IO[str]", self._process.stdin)
         self._replies = cast("IO[str]", self._process.stdout)
 
@@ -87,27 +102,12 @@ class SideProcess:
             self._process.kill()
             self._process.wait()
         self._replies.close()
+        self._stack.close()
 
 
-def serve(handlers: Mapping[str, Handler]) -> None:
-    """A side's end: answer commands until stdin ends. Whatever libraries print goes to stderr."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the bench ends its sides in order
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        message = json.loads(line)
-        try:
-            answer = {"reply": handlers[message.pop("do")](**message)}
-        except PagemillError as error:
-            answer = {"error": one_line(str(error))}
-        except Exception as error:
-            if os.environ.get("PAGEMILL_DEBUG", "") not in ("", "0"):
-                raise
-            answer = {"error": one_line(f"{type(error).__name__}: {error} (PAGEMILL_DEBUG=1 shows where)")}
-        replies.write(json.dumps(answer) + "\n")
-        replies.flush()
-
-
-def one_line(text: str) -> str:
-    """The text without line ends and rows of blanks."""
-    return " ".join(text.split())
+def link_packages(folder: Path) -> Path:
+    """The same folder, once it has links to our packages."""
+    root = Path(__file__).resolve().parents[2]
+    for name in PACKAGES:
+        (folder / name).symlink_to(root / name, target_is_directory=True)
+    return folder

@@ -18,7 +18,7 @@ def num_head_parameters(config: ModelConfig) -> int:
     return config.vocab_size * config.hidden_size
 
 
-def step_weight_bytes(config: ModelConfig, itemsize: int) -> int:
+def step_weight_bytes(config: ModelConfig, itemsize: float) -> float:
     """Bytes of weights that every step reads. The few rows of an embedding table of its own are left out."""
     return (num_layer_parameters(config) + num_head_parameters(config)) * itemsize
 

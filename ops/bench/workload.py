@@ -52,17 +52,25 @@ def draw_lengths(shape: WorkloadShape, num_requests: int, seed: int) -> list[Len
     ]
 
 
-def make_requests(lengths: list[Lengths], *, vocab_size: int, seed: int, salt: str) -> list[BenchRequest]:
-    """Requests of these lengths, with random ids.
+def make_requests(
+    lengths: list[Lengths], *, vocab_size: int, seed: int, salt: str, num_shared: int = 0
+) -> list[BenchRequest]:
+    """Requests of these lengths, with random ids; the first `num_shared` of each prompt, as far as it goes, are alike.
 
     Another salt gives other ids of the same lengths, so that no run finds the prompts of an earlier one in a cache.
     """
+    shared = _ids(f"shared ids {seed} {salt}", num_shared, vocab_size)
     requests = []
     for index, each in enumerate(lengths):
-        generator = random.Random(f"ids {seed} {salt} {index}")
-        prompt_ids = tuple(generator.randrange(vocab_size) for _ in range(each.num_prompt))
+        own = _ids(f"ids {seed} {salt} {index}", each.num_prompt, vocab_size)
+        prompt_ids = (*shared, *own[num_shared:])[: each.num_prompt]
         requests.append(BenchRequest(prompt_ids, each.num_output))
     return requests
+
+
+def _ids(name: str, count: int, vocab_size: int) -> tuple[int, ...]:
+    generator = random.Random(name)
+    return tuple(generator.randrange(vocab_size) for _ in range(count))
 
 
 def warm_up_lengths(lengths: list[Lengths]) -> list[Lengths]:

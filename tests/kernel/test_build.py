@@ -283,11 +283,24 @@ def test_a_wrong_choice_is_told(text: str, reason: str) -> None:
         pass
 
 
-def test_warm_up_tells_its_progress_and_leaves_nothing_to_compile() -> None:
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_warm_up_tells_its_progress_and_leaves_nothing_to_compile(is_quantized: bool) -> None:
     told: list[tuple[int, int]] = []
-    kernels.warmup(torch.float32, 64, 9, 3, lambda done, total, name: told.append((done, total)))
-    assert told == [(n, len(build.BODIES)) for n in range(len(build.BODIES) + 1)]
-    assert kernels.is_compiled(torch.float32, 64, 9, 3)
+    names: list[str] = []
+
+    def tell(done: int, total: int, name: str) -> None:
+        told.append((done, total))
+        names.append(name)
+
+    kernels.warmup(torch.float32, 64, 9, 3, tell, is_quantized)
+    count = len(names) - 1
+    assert told == [(n, count) for n in range(count + 1)]
+    # Of the linear layers' bodies those that the model calls, and all others.
+    others = {"linear", "gather_rows"}
+    if not is_quantized:
+        others = {"quantize_rows", "quantized_linear", "gather_quantized_rows"}
+    assert set(names[:-1]) == set(build.BODIES) - others
+    assert kernels.is_compiled(torch.float32, 64, 9, 3, is_quantized)
 
 
 def test_a_model_is_compiled_once_all_its_kernels_are_loaded_or_on_disk(

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from ops.bench.errors import BenchError
-from ops.bench.side import serve
+from ops.bench.serving import serve
 
 
 def echo(value: Any) -> Any:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from ops.bench.report import DETAIL_COLUMNS, ONE_BY_ONE, STATIC, THROUGHPUT_COLUMNS
+from ops.bench.peers.catalog import BY_NAME
+from ops.bench.report import DETAIL_COLUMNS, THROUGHPUT_COLUMNS
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 TIMEOUT_S = 200
+STATIC, ONE_BY_ONE = BY_NAME["transformers"].label, BY_NAME["transformers"].alone
 
 
 def run_bench(*words: str) -> subprocess.CompletedProcess[str]:
@@ -56,8 +58,8 @@ def test_the_tables_have_a_row_for_each_batch_and_engine(result: subprocess.Comp
 
 def test_the_last_line_is_the_whole_result_as_json(report: dict[str, Any], folder: Path) -> None:
     assert json.loads((folder / "bench.json").read_text()) == report
-    assert report["engine"]["dtype"] == report["peer"]["dtype"] == "float32"
-    assert report["peer"]["threads"] == report["limits"]["threads"] == 1
+    assert report["engine"]["dtype"] == report["peers"]["transformers"]["dtype"] == "float32"
+    assert report["peers"]["transformers"]["threads"] == report["limits"]["threads"] == 1
     assert report["limits"]["read_bytes_per_s"] > 1e8
     assert report["limits"]["operations_per_s"] > 1e8
     assert [batch["batch"] for batch in report["batches"]] == [1, 3]

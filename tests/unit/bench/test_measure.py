@@ -9,7 +9,8 @@ import pytest
 
 from ops.bench.errors import BenchError
 from ops.bench.machine import Disturbance, DisturbanceMeter, machine_facts, warnings_of
-from ops.bench.measure import Measurement
+from ops.bench.measure import Measurement, PeerSide
+from ops.bench.peers.catalog import BY_NAME
 from ops.bench.runs import PeerRun
 from ops.bench.workload import Lengths
 from tests.unit.bench.made import ours_run
@@ -45,7 +46,7 @@ class ScriptedSide:
 def measurement(ours: ScriptedSide, peer: ScriptedSide | None, said: list[str] | None = None) -> Measurement:
     return Measurement(
         ours,
-        peer,
+        [] if peer is None else [PeerSide(BY_NAME["transformers"], peer)],
         vocab_size=100,
         block_size=16,
         dtype="float32",
@@ -59,8 +60,12 @@ def test_ours_and_the_peer_take_turns_on_the_same_requests_after_a_warm_up() -> 
     calls: list[tuple[str, str, Any]] = []
     said: list[str] = []
     result = measurement(ScriptedSide("ours", calls), ScriptedSide("peer", calls), said).run_batch(2, LENGTHS)
-    assert [(name, do) for name, do, _ in calls] == [("ours", "prepare"), *[("ours", "run"), ("peer", "run")] * 4]
+    assert [(name, do) for name, do, _ in calls] == [
+        *(("ours", "prepare"), ("ours", "run"), ("peer", "prepare"), ("peer", "run")),
+        *[("ours", "run"), ("peer", "run")] * 3,
+    ]
     assert calls[0][2] == {"batch": 2, "num_kv_blocks": 3 + 1}
+    assert calls[2][2] == {"batch": 2, "num_kv_tokens": 40 + 8}
     runs = [arguments["requests"] for _, do, arguments in calls if do == "run"]
     assert runs[::2] == runs[1::2]
     lengths = [[(len(ids), num_output) for ids, num_output in run] for run in runs[::2]]
@@ -68,8 +73,8 @@ def test_ours_and_the_peer_take_turns_on_the_same_requests_after_a_warm_up() -> 
     assert lengths[1:] == [[(5, 2), (7, 3), (40, 8)]] * 3
     # Ids are other ones in each alternation, so that nothing is found in a cache.
     assert len({tuple(run[2][0]) for run in runs[::2]}) == 4
-    assert all(arguments["batch"] == 2 for name, do, arguments in calls if name == "peer")
-    assert (len(result.ours), len(result.peer), len(result.disturbances)) == (3, 3, 6)
+    assert all(arguments["batch"] == 2 for name, _, arguments in calls if name == "peer")
+    assert (len(result.ours), len(result.peers["transformers"]), len(result.disturbances)) == (3, 3, 6)
     assert result.check is not None
     assert (result.check.verdict, result.check.num_tokens) == ("equal", 2)
     assert said == [f"batch 2, {n} of 3: ours 13.0 tokens/s, transformers 13.0" for n in (1, 2, 3)]
@@ -79,7 +84,7 @@ def test_without_a_peer_ours_runs_alone_and_nothing_is_checked() -> None:
     calls: list[tuple[str, str, Any]] = []
     result = measurement(ScriptedSide("ours", calls), None).run_batch(1, LENGTHS)
     assert [do for _, do, _ in calls] == ["prepare", "run", "run", "run", "run"]
-    assert (len(result.ours), result.peer, result.check) == (3, [], None)
+    assert (len(result.ours), result.peers, result.check) == (3, {}, None)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +99,7 @@ def test_other_tokens_than_the_peer_s_are_judged_by_its_logits(gaps: list[float]
     assert check.verdict == verdict
     judged = next(arguments for _, do, arguments in calls if do == "judge")
     assert judged["ids"] == [0, 1]
-    assert list(judged["prompt_ids"]) == list(next(a for _, do, a in calls[3:] if do == "run")["requests"][0][0])
+    assert list(judged["prompt_ids"]) == list(next(a for _, do, a in calls[4:] if do == "run")["requests"][0][0])
     if verdict != "equal":
         assert (check.position, check.gap) == (1, gaps[1])
 

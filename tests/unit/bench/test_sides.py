@@ -9,7 +9,10 @@ import torch
 from model.loader import load_checkpoint
 from ops.bench.errors import BenchError
 from ops.bench.ours import Ours
-from ops.bench.peers import TransformersPeer, build_model, left_padded
+from ops.bench.peers.streaming import handlers_of
+from ops.bench.peers.transformers_continuous import ContinuousPeer
+from ops.bench.peers.transformers_model import build_model
+from ops.bench.peers.transformers_static import TransformersPeer, left_padded
 from ops.bench.runs import OursRun, PeerRun
 from ops.bench.workload import WorkloadShape, draw_lengths, make_requests
 from tests.tiny_checkpoint import write_tiny_checkpoint
@@ -64,6 +67,34 @@ def test_our_engine_and_the_peer_generate_the_same_tokens(
         assert mine.num_output_tokens == theirs.num_output_tokens == wanted
         assert mine.first_ids == theirs.first_ids
         assert len(mine.first_ids) == rotated[0][1]
+
+
+def test_transformers_own_continuous_batching_generates_the_same_tokens(
+    folder: Path, peer: TransformersPeer, requests: list[tuple[list[int], int]]
+) -> None:
+    continuous = ContinuousPeer(str(folder), None, "float32", "cpu", None)
+    handlers = handlers_of(continuous)
+    assert handlers["prepare"](batch=2, num_kv_tokens=100)["attention"] == "sdpa"
+    wanted = PeerRun(**peer.run(requests, batch=2))
+    for run in (
+        PeerRun(**handlers["run"](requests=requests, batch=2)),
+        PeerRun(**handlers["run_arrivals"](requests=requests, arrivals_s=[0.02 * n for n in range(len(requests))])),
+    ):
+        assert run.first_ids == wanted.first_ids
+        assert run.num_output_tokens == wanted.num_output_tokens
+        assert len(run.gap_s) == wanted.num_output_tokens - len(requests)
+        assert min(run.ttft_s) > 0
+    handlers["prepare"](batch=3, num_kv_tokens=100)
+    assert PeerRun(**handlers["run"](requests=requests, batch=3)).first_ids == wanted.first_ids
+
+
+def test_our_engine_takes_requests_at_their_times(ours: Ours, requests: list[tuple[list[int], int]]) -> None:
+    ours.prepare(batch=2, num_kv_blocks=20)
+    at_once = OursRun(**ours.run(requests))
+    late = OursRun(**ours.run_arrivals([(prompt[::-1], wanted) for prompt, wanted in requests], [0.0] * 5 + [0.3]))
+    assert late.num_output_tokens == at_once.num_output_tokens
+    assert late.wall_s > 0.3
+    assert late.reply_s[-1] <= late.wall_s - 0.3 + 1e-9
 
 
 def test_a_run_tells_what_was_computed(ours: Ours, requests: list[tuple[list[int], int]]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from model.loader import load_checkpoint
-from ops.bench.peers import build_model
+from ops.bench.peers.transformers_model import build_model
 from ops.bench.work import num_layer_parameters, num_operations, slot_bytes, step_weight_bytes
 from ops.bench.workload import Lengths
 from tests.tiny_checkpoint import write_tiny_checkpoint

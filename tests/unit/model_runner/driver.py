@@ -63,9 +63,10 @@ class Driver:
         dtype: torch.dtype = torch.float32,
         max_positions: int | None = None,
         runner: RunnerConfig | None = None,
+        quantization: str = "none",
     ) -> None:
         device = torch.device("cpu")
-        self.decoder = RecordingDecoder(config, dict(weights), device, dtype, max_positions)
+        self.decoder = RecordingDecoder(config, dict(weights), device, dtype, max_positions, quantization)
         self.decoder.recorded = []
         self.kv_cache = KVCache(
             config,

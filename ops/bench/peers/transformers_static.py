@@ -1,6 +1,6 @@
-"""The peer's side: `transformers` generate on the same weights, as a static batch or one by one.
+"""The side of `transformers` generate on the same weights, as a static batch or one by one.
 
-    python -m ops.bench.peers '{"model_path": ..., "cache_dir": ..., "dtype": ..., "device": ..., "num_threads": ...}'
+    python -m ops.bench.peers.transformers_static '{"model_path": ..., "cache_dir": ..., "dtype": ..., ...}'
 
 It is run as it performs best without changes to it: inference mode, SDPA attention, its default KV cache, torch's own
 number of threads unless one was asked for.
@@ -13,21 +13,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.config import ModelConfig
-from model.loader import load_checkpoint
 from model.tokenizer import Tokenizer
-from model.weights import LM_HEAD
 from ops.bench.errors import BenchError
+from ops.bench.peers.streaming import Request
+from ops.bench.peers.transformers_model import PAD_ID, load_model
 from ops.bench.runs import PeerRun
-from ops.bench.side import serve
+from ops.bench.serving import serve
 
 if TYPE_CHECKING:
     import torch
-
-Request = tuple[list[int], int]
-"""Prompt ids, and the number of output tokens."""
-
-PAD_ID = 0
 
 
 class TransformersPeer:
@@ -50,20 +44,14 @@ class TransformersPeer:
         self._load_format = load_format
         self._model: Any = None
 
-    def prepare(self) -> dict[str, Any]:
-        """Load the model; answers what it runs with."""
+    def prepare(self, batch: int = 1, num_kv_tokens: int = 0) -> dict[str, Any]:
+        """Load the model, which is the same for every batch; answers what it runs with."""
         import torch
 
-        if self._num_threads is not None:
-            torch.set_num_threads(self._num_threads)
-        checkpoint = load_checkpoint(
-            self._path,
-            cache_dir=self._cache_dir,
-            dtype="auto" if self._load_format == "auto" else self._dtype,  # random ones differ between dtypes
-            load_format=self._load_format,
-            device=self._device,
-        )
-        self._model = build_model(checkpoint.config, checkpoint.weights, getattr(torch, self._dtype)).to(self._device)
+        if self._model is None:
+            self._model = load_model(
+                self._path, self._cache_dir, self._dtype, self._device, self._num_threads, self._load_format
+            )
         return {
             "threads": torch.get_num_threads(),
             "attention": self._model.config._attn_implementation,
@@ -123,57 +111,6 @@ class TransformersPeer:
         chosen = logits.gather(1, torch.tensor(ids, device=self._device)[:, None])[:, 0]
         gaps: list[float] = (logits.max(dim=1).values - chosen).tolist()
         return gaps
-
-
-def build_model(config: ModelConfig, weights: Any, dtype: "torch.dtype") -> Any:
-    """The `transformers` model of this configuration, with weights of Hugging Face names.
-
-    Raises BenchError where a weight is missing or left over: it would be another model.
-    """
-    import transformers
-
-    model_class = getattr(transformers, config.architecture)
-    peer_config = model_class.config_class(**_peer_values(config))
-    model = model_class._from_config(peer_config, dtype=dtype, attn_implementation="sdpa").eval()
-    missing, unexpected = model.load_state_dict(dict(weights), strict=False)
-    missing = [name for name in missing if not (config.tie_word_embeddings and name == LM_HEAD)]
-    if missing or unexpected:
-        raise BenchError(f"transformers' {config.architecture} lacks {missing} or doesn't know {unexpected}")
-    # The workload says how long replies are: nothing else ends one.
-    model.generation_config = transformers.GenerationConfig(
-        do_sample=False, use_cache=True, eos_token_id=None, bos_token_id=None, pad_token_id=PAD_ID
-    )
-    return model
-
-
-def _peer_values(config: ModelConfig) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "hidden_act": config.hidden_act,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "rope_parameters": {
-            "rope_type": config.rope.kind,
-            "rope_theta": config.rope.theta,
-            "partial_rotary_factor": config.rope.partial_rotary_factor,
-            **config.rope.params,
-        },
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": PAD_ID,
-    }
-    if config.architecture == "LlamaForCausalLM":
-        values |= {"attention_bias": config.o_bias, "mlp_bias": config.mlp_bias}
-    if config.architecture == "MistralForCausalLM":
-        values["sliding_window"] = None
-    return values
 
 
 def left_padded(prompts: list[list[int]]) -> "tuple[torch.Tensor, torch.Tensor]":

@@ -1,0 +1,80 @@
+"""A model of `transformers` with the weights that our engine has."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from model.config import ModelConfig
+from model.loader import load_checkpoint
+from model.weights import LM_HEAD
+from ops.bench.errors import BenchError
+
+if TYPE_CHECKING:
+    import torch
+
+PAD_ID: Final = 0
+
+
+def load_model(
+    path: Path, cache_dir: Path | None, dtype: str, device: str, num_threads: int | None, load_format: str = "auto"
+) -> Any:
+    """The checkpoint's model, ready to generate. num_threads: of torch in this process; None leaves them."""
+    import torch
+
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    # Random weights of another dtype, or made on another device, would be others than our engine's.
+    given = {} if load_format == "auto" else {"load_format": load_format, "dtype": dtype, "device": device}
+    checkpoint = load_checkpoint(path, cache_dir=cache_dir, **given)
+    return build_model(checkpoint.config, checkpoint.weights, getattr(torch, dtype)).to(device)
+
+
+def build_model(config: ModelConfig, weights: Any, dtype: "torch.dtype") -> Any:
+    """The `transformers` model of this configuration, with weights of Hugging Face names.
+
+    Raises BenchError where a weight is missing or left over: it would be another model.
+    """
+    import transformers
+
+    model_class = getattr(transformers, config.architecture)
+    peer_config = model_class.config_class(**config_values(config))
+    model = model_class._from_config(peer_config, dtype=dtype, attn_implementation="sdpa").eval()
+    missing, unexpected = model.load_state_dict(dict(weights), strict=False)
+    missing = [name for name in missing if not (config.tie_word_embeddings and name == LM_HEAD)]
+    if missing or unexpected:
+        raise BenchError(f"transformers' {config.architecture} lacks {missing} or doesn't know {unexpected}")
+    # The workload says how long replies are: nothing else ends one.
+    model.generation_config = transformers.GenerationConfig(
+        do_sample=False, use_cache=True, eos_token_id=None, bos_token_id=None, pad_token_id=PAD_ID
+    )
+    return model
+
+
+def config_values(config: ModelConfig) -> dict[str, Any]:
+    """The values of a `transformers` configuration that say the same."""
+    values: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "hidden_act": config.hidden_act,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "rope_parameters": {
+            "rope_type": config.rope.kind,
+            "rope_theta": config.rope.theta,
+            "partial_rotary_factor": config.rope.partial_rotary_factor,
+            **config.rope.params,
+        },
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": PAD_ID,
+    }
+    if config.architecture == "LlamaForCausalLM":
+        values |= {"attention_bias": config.o_bias, "mlp_bias": config.mlp_bias}
+    if config.architecture == "MistralForCausalLM":
+        values["sliding_window"] = None
+    return values

@@ -1,0 +1,38 @@
+"""`pagemill bench plot`: pictures of results that were written before."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ops.bench.errors import BenchError
+from ops.bench.pictures import draw_report
+
+
+@click.command()
+@click.argument("results", nargs=-1, required=True, type=click.Path(dir_okay=False))
+@click.option("--svg", type=click.Path(file_okay=False), default=".", help="Folder for the pictures.")
+@click.option("--prefix", default="", help="Begin the files' names with this.")
+def command(results: tuple[str, ...], svg: str, prefix: str) -> None:
+    """Draw RESULTS, JSON objects that `pagemill bench`, its `rates` or its `block-sizes` printed as their last line.
+
+    A file may hold the whole output: its last line counts. Prints the name of each picture.
+    """
+    for result in results:
+        for path in draw_report(read_result(Path(result)), Path(svg), prefix):
+            print(path)
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """The JSON object in a file's last line. Raises BenchError."""
+    try:
+        lines = path.read_text().splitlines()
+        found = json.loads(lines[-1])
+    except OSError as error:
+        raise BenchError(f"can't read {path}: {error.strerror}") from error
+    except (IndexError, ValueError) as error:
+        raise BenchError(f"{path} doesn't end with a JSON object: use what a bench printed") from error
+    if not isinstance(found, dict):
+        raise BenchError(f"{path} doesn't end with a JSON object: use what a bench printed")
+    return found

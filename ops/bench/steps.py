@@ -1,0 +1,133 @@
+"""`pagemill bench steps`: single steps of the model runner, by the machine's limits, and where their time goes.
+
+    python -m ops.bench.steps '{"config": {...}}'        as a side of `pagemill bench`
+
+No scheduler and no prompt: the KV cache is filled with random numbers, and rows of any length read them. The least time
+of a few steps counts, as of the limits, since whatever disturbs a step only makes it slower.
+"""
+
+import json
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import click
+
+from ops.bench.machine import machine_facts
+from ops.bench.options import ITEMSIZES, LLAMACPP_WEIGHTS, QUANTIZED_ITEMSIZES
+from ops.bench.parts import cache_dir_option, cache_folder, checkpoint_path, model_option, num_threads_option
+from ops.bench.serving import serve
+from worker.engine_config import EngineConfig
+from worker.openmp import limit_spinning
+
+NUM_STEPS: Final = 24
+NUM_PREFILLS: Final = 5
+DECODE: Final = "decode"
+PREFILL: Final = "prefill"
+
+
+@dataclass(frozen=True, slots=True)
+class StepCase:
+    """A step: `num_seqs` sequences that have `context_len` tokens after it, `query_len` of them computed in it."""
+
+    num_seqs: int
+    context_len: int
+    query_len: int
+
+    @property
+    def name(self) -> str:
+        """As tables show it."""
+        if self.query_len > 1:
+            return f"{PREFILL} of {self.query_len}"
+        return f"{DECODE}, {self.num_seqs} × {self.context_len}"
+
+
+DECODE_1: Final = StepCase(1, 256, 1)
+DECODE_32_LONG: Final = StepCase(32, 1000, 1)
+PREFILL_512: Final = StepCase(1, 512, 512)
+CASES: Final = (DECODE_1, StepCase(8, 150, 1), StepCase(32, 150, 1), DECODE_32_LONG, PREFILL_512)
+
+
+def measure_steps(config: EngineConfig, cases: tuple[StepCase, ...] = CASES) -> dict[str, Any]:
+    """All cases, and the limits before and after them, of which the larger ones are the truer. JSON-able."""
+    limit_spinning()
+    from ops.bench.limits import Limits
+    from ops.bench.step_runner import StepRunner
+
+    runner = StepRunner(config, cases)
+    limits = Limits(runner.dtype, runner.device, config.num_threads)
+    measured = [limits.measure()]
+    found = [_summary(case, runner) for case in cases]
+    measured.append(limits.measure())
+    best = {name: max(each[name] for each in measured) for name in ("read_bytes_per_s", "operations_per_s")}
+    return {
+        "limits": measured[0] | best,
+        "dtype": runner.dtype,
+        "cases": [each | _shares(each, best) for each in found],
+    }
+
+
+def _summary(case: StepCase, runner: Any) -> dict[str, Any]:
+    """A case's least and median time, and what its quickest step was spent on."""
+    steps = runner.time_steps(case, NUM_PREFILLS if case.query_len > 1 else NUM_STEPS)
+    least = min(steps, key=lambda each: sum(each.values()))
+    return {
+        **asdict(case),
+        "name": case.name,
+        "least_s": sum(least.values()),
+        "median_s": statistics.median(sum(each.values()) for each in steps),
+        "spent_s": least,
+        "work": runner.work_of(case),
+    }
+
+
+def _shares(found: dict[str, Any], limits: dict[str, float]) -> dict[str, float]:
+    """What the step reaches of the limits of reading (weights, keys and values) and of computing (products)."""
+    work, least, attention = found["work"], found["least_s"], found["spent_s"]["attention"]
+    return {
+        "weights_of_bandwidth": work["weight_bytes"] / least / limits["read_bytes_per_s"],
+        "products_of_arithmetic": work["linear_operations"] / least / limits["operations_per_s"],
+        "attention_of_bandwidth": work["kv_bytes"] / attention / limits["read_bytes_per_s"],
+        "attention_of_step": attention / least,
+    }
+
+
+def itemsize_of(quantization: str, dtype: str) -> float:
+    """Bytes of a weight."""
+    return QUANTIZED_ITEMSIZES.get(quantization, ITEMSIZES[dtype])
+
+
+@click.command()
+@model_option
+@click.option("--quantization", type=click.Choice(list(LLAMACPP_WEIGHTS)), default="none", help="Of the weights.")
+@click.option("--dtype", type=click.Choice(["auto", *ITEMSIZES]), default="auto", help="Of weights and KV cache.")
+@click.option("--block-size", type=click.Choice([8, 16, 32, 64]), default=16, help="Tokens in a block of the KV cache.")
+@num_threads_option
+@cache_dir_option
+def command(model: str, cache_dir: str | None, quantization: str, **values: Any) -> None:
+    """Measure single steps: how far from the machine's limits they are, and what they are spent on.
+
+    Decodes of 1, 8 and 32 sequences, of 32 with 1,000 tokens each, and a prompt of 512. Reading is limited by the best
+    sum over 256 MB in the same run, computing by a product of 2048 x 2048 matrices. Tables go to stdout, and one JSON
+    object as the last line.
+    """
+    from ops.bench.step_report import print_steps
+
+    folder = cache_folder(cache_dir)
+    words = values | ({} if quantization == "none" else {"quantization": quantization})
+    machine = machine_facts()
+    steps = measure_steps(EngineConfig(str(checkpoint_path(model, folder)), str(folder), **words))
+    print_steps(steps)
+    report = {"bench": "pagemill steps", "machine": machine, "quantization": quantization, "steps": steps}
+    print(json.dumps(report))
+
+
+def main() -> None:
+    """Entry point of the side's process."""
+    config = EngineConfig(**json.loads(sys.argv[1])["config"])
+    serve({"measure": lambda: measure_steps(config)})
+
+
+if __name__ == "__main__":
+    main()
