@@ -197,10 +197,13 @@ class InputBatch:
         del self._row_of[seq_id]
 
     def drawn_on_device(self, parts: list[tuple[StepInputs, torch.Tensor]]) -> None:
-        """A step was launched that draws these ids, int64 [num_sampled] each, which the host doesn't know yet.
+        """The step launched last draws these ids, int64 [num_sampled] each, which the host doesn't know yet.
 
-        Those of the step before are known by the time the next is prepared, and are not asked for here any more.
+        Those of the step before it are known by the time the next is prepared, and are not asked for here any more.
         """
+        self._drawn_ids = None
+        if not parts:
+            return
         self._draw_of.fill(-1)
         start = 0
         for inputs, ids in parts:

@@ -84,6 +84,7 @@ class ModelRunner:
     def __init__(self, decoder: Decoder, kv_cache: KVCache, config: RunnerConfig) -> None:
         self.last_forward_s = 0.0
         self._device = decoder.device
+        self._last_launched: PendingStep | None = None
         self._decoder = decoder
         self._kv_cache = kv_cache
         self._max_logits_rows = config.max_logits_rows
@@ -122,7 +123,9 @@ class ModelRunner:
         pending = PendingStep()
         if output.chunks:
             pending.step = compute_in_parts(output.chunks, lambda chunks: self._compute_chunks(chunks, pending))
-            self._batch.drawn_on_device([(drawn.inputs, drawn.ids) for drawn in pending.step.parts])
+        parts = [] if pending.step is None else pending.step.parts
+        self._batch.drawn_on_device([(drawn.inputs, drawn.ids) for drawn in parts])
+        self._last_launched = pending
         return pending
 
     def collect(self, pending: PendingStep) -> ModelRunnerOutput:
@@ -138,6 +141,8 @@ class ModelRunner:
         for drawn, token_ids in arrived:
             self._batch.append_sampled(drawn.inputs, token_ids)
             sampled |= zip(drawn.inputs.sampled_ids, token_ids.tolist(), strict=True)
+        if pending is self._last_launched:
+            self._batch.drawn_on_device([])  # the host knows all
         return _as_output(sampled, pending.step, pending.extras, self._kv_cache.ended_transfers())
 
     def _compute_chunks(self, chunks: Chunks, pending: PendingStep) -> _Drawn:
