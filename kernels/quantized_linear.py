@@ -10,33 +10,33 @@ from kernels.dispatch import has_compiled, tell_fallback
 from kernels.linear import ITEM_BYTES, check_ids, check_weight, check_x
 from kernels.memory import empty_in_huge_pages
 
-# Values along in_features that share a scale; as kernels/cpu/quantized_tile.py has it.
+# Values along in_features that share a scale and a minimum; as kernels/cpu/quantized_tile.py has it.
 GROUP: Final = 32
-LIMIT: Final = 127
-ZERO_POINT: Final = 128
 BYTES_PER_WEIGHT: Final = 1 + 4 / GROUP
-# Below this a group of x counts as zeros: 127 / maximum must be finite.
-MIN_MAXIMUM: Final = 1e-30
+# The largest integer of a quantized x; a row below MIN_MAGNITUDE counts as zeros. As kernels/cpu has them.
+X_LIMIT: Final = 127 * 256
+MIN_MAGNITUDE: Final = 1e-30
 # Up to here each thread quantizes x for itself, which takes less time than a launch of its own.
 MAX_OWN_ELEMENTS: Final = 4096
 # Panels whose weights are floats at once, where weights are quantized or torch multiplies: 8192 rows.
 PANELS_AT_ONCE: Final = 512
-_SCALE_BYTES: Final = 4 * LANES
+_HALF_BYTES: Final = 2 * LANES
+_GROUP_BYTES: Final = 2 * _HALF_BYTES + LANES * GROUP
 _LINE_BYTES: Final = 64
 
 
 class QuantizedLinear:
-    """y = q(x) q(W)ᵀ + b, where q rounds to whole multiples (-127 ... 127) of a scale of each group of 32 along k.
+    """y = x q(W)ᵀ + b, where q rounds to 256 steps with a scale and a minimum for each 32 weights along in_features.
 
     Called as a PackedLinear. weight [out_features, in_features] and bias are float; `dtype` is that of x, of the result
-    and of the bias. A scale is the group's largest magnitude / 127, in a weight once for all, in a row of x whenever it
-    comes: a row's own, so that no other row has a part in it. Products within a group are of integers and exact, groups
-    are added in order: so with the compiled kernels a row's result has the same bits whatever rows come with it. Torch
-    computes the same from the dequantized numbers, slowly, where those don't run: without numba, in another dtype, on a
-    GPU. A row of x that isn't finite gives NaN.
+    and of the bias. x becomes integers of 16 bits for the product, with a scale for each row, which loses next to
+    nothing: each row's own, so that no other row has a part in it. With the compiled kernels a row's result has the
+    same bits whatever rows come with it: products are of integers and exact within a group, and groups are added in
+    order. Torch computes the same from the dequantized numbers, slowly, where those don't run: without numba, in
+    another dtype, on a GPU. A row of x that isn't finite gives NaN.
 
-    The weight is kept once, as uint8 [ceil(out / 16), ceil(in / 32), 64 + 512]: for each 16 outputs and group 16 scales
-    (float32), then for each four k's 16 times their four bytes, with 128 added. Sizes are padded with zeros.
+    The weight is kept once, as uint8 [ceil(out / 16), ceil(in / 32), 32 + 32 + 512]: for each 16 outputs and group 16
+    scales and 16 minima (float16), then for each four k's 16 times their four bytes. Sizes are padded with zeros.
     """
 
     def __init__(
@@ -113,10 +113,9 @@ class QuantizedLinear:
         ids = ids.long().contiguous()
         check_ids(ids, self.out_features)
         if not self._is_compiled():
-            lanes = ids % LANES
-            scales, integers = _opened(self._panels[ids // LANES])
-            every = torch.arange(len(ids), device=ids.device)
-            return _dequantized(integers[every, lanes], scales[every, lanes])[:, : self.in_features].to(self.dtype)
+            lanes, every = ids % LANES, torch.arange(len(ids), device=ids.device)
+            parts = [part[every, lanes] for part in _opened(self._panels[ids // LANES])]
+            return _dequantized(*parts)[:, : self.in_features].to(self.dtype)
         out = torch.empty((ids.shape[0], self._padded))
         launch(
             "gather_quantized_rows",
@@ -132,72 +131,84 @@ class QuantizedLinear:
     def _pieces(self) -> Iterator[torch.Tensor]:
         """The weight in float32, some thousand rows at a time; the last ones may be padding."""
         for panels in torch.split(self._panels, PANELS_AT_ONCE):
-            scales, integers = _opened(panels)
-            yield _dequantized(integers.flatten(0, 1), scales.flatten(0, 1))[:, : self.in_features]
+            yield _dequantized(*(part.flatten(0, 1) for part in _opened(panels)))[:, : self.in_features]
 
 
-def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [rows, groups * 32] → integers (in float32) [rows, groups, 32] and their scales [rows, groups].
+def quantize_x(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [rows, n] → integers of -32512 ... 32512 (in float32) [rows, n] and their scales [rows, 1].
 
-    A group that isn't finite has the scale NaN and integers of 0; a group of zeros the scale 0.
+    A row that isn't finite has the scale NaN and integers of 0; a row of zeros the scale 0.
     """
-    groups = values.view(len(values), values.shape[1] // GROUP, GROUP)
-    maximum = groups.abs().amax(dim=2)
-    is_usable = (maximum >= MIN_MAXIMUM) & maximum.isfinite()
-    factor = torch.where(is_usable, LIMIT / maximum, 0.0)
-    integers = torch.where(is_usable[..., None], torch.round(groups * factor[..., None]), 0.0)
-    scales = torch.where(is_usable, maximum / LIMIT, 0.0)
-    return integers, torch.where(maximum.isfinite(), scales, torch.nan)
+    largest = x.abs().amax(dim=1, keepdim=True)
+    is_usable = (largest >= MIN_MAGNITUDE) & largest.isfinite()
+    # Not X_LIMIT / largest, which torch takes as X_LIMIT * (1 / largest).
+    factor = torch.where(is_usable, torch.full_like(largest, X_LIMIT) / largest, 0.0)
+    integers = torch.where(is_usable, torch.round(x * factor), 0.0)
+    scales = torch.where(is_usable, largest / X_LIMIT, 0.0)
+    return integers, torch.where(largest.isfinite(), scales, torch.nan)
 
 
 def round_trip(x: torch.Tensor) -> torch.Tensor:
     """x float32 [rows, in_features] as the products see it: quantized and dequantized."""
-    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP))
-    return _dequantized(*quantize(padded))[:, : x.shape[1]]
+    integers, scales = quantize_x(x)
+    return integers * scales
 
 
-def _dequantized(integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """[rows, groups, 32] and [rows, groups] → float32 [rows, groups * 32]."""
-    return (integers.float() * scales[..., None]).flatten(1)
+def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """float32 [rows, n * 32] → integers of 0 ... 255, in float32, [rows, n, 32], scales and minima, float16, [rows, n].
+
+    The integers are the nearest for the scales and minima as they are after rounding. What isn't finite, or not in
+    float16, gives NaN.
+    """
+    groups = weight.view(len(weight), weight.shape[1] // GROUP, GROUP)
+    least, most = groups.aminmax(dim=2)
+    minima = least.half()
+    scales = ((most - minima) / 255).half()
+    step = torch.where(scales > 0, scales, 1).float()
+    integers = torch.round((groups - minima.float()[..., None]) / step[..., None]).clamp(0, 255).nan_to_num(0)
+    return integers, torch.where(minima.isfinite(), scales, torch.nan), minima
+
+
+def _dequantized(integers: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor) -> torch.Tensor:
+    """[rows, groups, 32] and twice [rows, groups] → float32 [rows, groups * 32]."""
+    return (integers.float() * scales[..., None].float() + minima[..., None].float()).flatten(1)
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:
     """The panels of a weight, made some thousand rows at a time, so that it exists twice nowhere."""
     num_out, num_in = weight.shape
     num_panels, num_groups = -(-num_out // LANES), -(-num_in // GROUP)
-    shape = (num_panels, num_groups, _SCALE_BYTES + LANES * GROUP)
-    is_cpu = weight.device.type == "cpu"
-    panels = (
-        empty_in_huge_pages(shape, torch.uint8)
-        if is_cpu
-        else torch.empty(shape, dtype=torch.uint8, device=weight.device)
-    )
+    shape = (num_panels, num_groups, _GROUP_BYTES)
+    if weight.device.type == "cpu":
+        panels = empty_in_huge_pages(shape, torch.uint8)
+    else:
+        panels = torch.empty(shape, dtype=torch.uint8, device=weight.device)
     for first in range(0, num_panels, PANELS_AT_ONCE):
         piece = panels[first : first + PANELS_AT_ONCE]
         rows = weight[first * LANES : (first + PANELS_AT_ONCE) * LANES].float()
         rows = torch.nn.functional.pad(rows, (0, num_groups * GROUP - num_in, 0, len(piece) * LANES - len(rows)))
-        integers, scales = quantize(rows)
-        quads = (integers + ZERO_POINT).to(torch.uint8).view(-1, LANES, num_groups, GROUP // 4, 4)
-        piece[..., :_SCALE_BYTES].view(torch.float32).copy_(scales.view(-1, LANES, num_groups).transpose(1, 2))
+        integers, *halves = quantize_weight(rows)
+        for at, half in zip((0, _HALF_BYTES), halves, strict=True):
+            target = piece[..., at : at + _HALF_BYTES].view(torch.float16)
+            target.copy_(half.view(-1, LANES, num_groups).transpose(1, 2))
+        quads = integers.to(torch.uint8).view(-1, LANES, num_groups, GROUP // 4, 4)
         _quads_of(piece).copy_(quads.permute(0, 2, 3, 1, 4))
     return panels
 
 
-def _opened(panels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Panels [n, groups, 576] → scales [n, 16, groups] and integers, int16, [n, 16, groups, 32]."""
-    scales = panels[..., :_SCALE_BYTES].contiguous().view(torch.float32).transpose(1, 2)
-    quads = _quads_of(panels).permute(0, 3, 1, 2, 4)
-    return scales, quads.flatten(3).to(torch.int16) - ZERO_POINT
+def _opened(panels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Panels [n, groups, 576] → integers [n, 16, groups, 32], scales and minima [n, 16, groups]."""
+    scales, minima = (
+        panels[..., at : at + _HALF_BYTES].contiguous().view(torch.float16).transpose(1, 2) for at in (0, _HALF_BYTES)
+    )
+    return _quads_of(panels).permute(0, 3, 1, 2, 4).flatten(3), scales, minima
 
 
 def _quads_of(panels: torch.Tensor) -> torch.Tensor:
     """The integers of panels as they lie there, [n, groups, 8, 16, 4]."""
-    return panels[..., _SCALE_BYTES:].view(*panels.shape[:2], GROUP // 4, LANES, 4)
+    return panels[..., 2 * _HALF_BYTES :].view(*panels.shape[:2], GROUP // 4, LANES, 4)
 
 
 def _row_bytes(num_groups: int) -> int:
-    """Bytes of a quantized row of x, whole cache lines."""
-    from kernels.cpu.dot import QUAD_BYTES
-    from kernels.cpu.quantized_tile import FACT_BYTES
-
-    return -(-num_groups * (GROUP // 4 * QUAD_BYTES + FACT_BYTES) // _LINE_BYTES) * _LINE_BYTES
+    """Bytes of a quantized row of x, whole cache lines: integers, a sum for each group, the scale."""
+    return -(-(num_groups * (2 * GROUP + 4) + 4) // _LINE_BYTES) * _LINE_BYTES

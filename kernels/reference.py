@@ -40,19 +40,34 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def quantized_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """As calling kernels.quantized_linear.QuantizedLinear(weight, bias) with x: what is rounded there is rounded here,
     in float32; the rest is float64."""
-    return linear(_rounded_in_groups(x), _rounded_in_groups(weight), bias)
+    return linear(_rounded_x(x), _rounded_weight(weight), bias)
 
 
-def _rounded_in_groups(values: torch.Tensor) -> torch.Tensor:
-    """Each 32 values of a row as whole multiples of the largest magnitude among them / 127; float64."""
-    rounded = values.double().clone()
-    for row in range(values.shape[0]):
-        for start in range(0, values.shape[1], 32):
-            group = values[row, start : start + 32].float()
-            largest = group.abs().max()
-            integers = (group * (127 / largest)).round() if largest >= 1e-30 else torch.zeros_like(group)
-            rounded[row, start : start + 32] = integers.double() * (largest / 127).double()
+def _rounded_x(x: torch.Tensor) -> torch.Tensor:
+    """Each row as whole multiples of its largest magnitude / 32512."""
+    rounded = x.double()
+    for number, row in enumerate(x.float()):
+        largest = row.abs().max()
+        integers = (row * (torch.tensor(32512.0) / largest)).round() if largest >= 1e-30 else torch.zeros_like(row)
+        rounded[number] = integers.double() * (largest / 32512).double()
     return rounded
+
+
+def _rounded_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Each 32 values of a row on 256 steps from their minimum on; minimum and step are of float16.
+
+    The end of a row is filled up with zeros.
+    """
+    num_in = weight.shape[1]
+    padded = torch.nn.functional.pad(weight.float(), (0, -num_in % 32))
+    rounded = padded.double()
+    for start in range(0, num_in, 32):
+        for row, group in enumerate(padded[:, start : start + 32]):
+            minimum = group.min().half().float()
+            step = ((group.max() - minimum) / 255).half().float()
+            integers = ((group - minimum) / step).round().clamp(0, 255) if step > 0 else torch.zeros_like(group)
+            rounded[row, start : start + 32] = integers.double() * step.double() + minimum.double()
+    return rounded[:, :num_in]
 
 
 def rope_and_write(

@@ -1,8 +1,12 @@
-"""Dot products of four bytes: sums[lane] += w[4 lane] x[0] + ... + w[4 lane + 3] x[3], with w unsigned and x signed.
+"""Dot products of bytes with 16-bit integers: sums[lane] += w[4 lane] x[0] + ... + w[4 lane + 3] x[3].
 
-Sixteen lanes side by side share the four values of x, a "quad". Sums are of int32 and exact, in whatever order and on
-whatever processor: each gets what it has for this. One instruction with AVX-512 VNNI, AVX-VNNI and NEON's dot product;
-with plain AVX-512 and AVX2 two multiplications of 16-bit pairs (the one of bytes saturates); else ordinary arithmetic.
+Sixteen lanes side by side share four values of x, a "quad". w is unsigned, x signed; x is kept so that |x| <= X_LIMIT.
+Sums are exact, in whatever order and on whatever processor, as long as they fit int32: each gets what it has for this.
+
+- AVX-512 VNNI, AVX-VNNI and NEON's dot product take four bytes by four bytes: x is 256 high + low, and the sums of both
+  are kept apart until the end.
+- AVX-512 without it and AVX2 multiply pairs of 16-bit integers.
+- Else ordinary arithmetic.
 """
 
 from typing import Final
@@ -10,10 +14,21 @@ from typing import Final
 from llvmlite import ir
 from numba.core.registry import cpu_target
 
-from kernels.cpu.vector import I32, I64, INT_VECTOR, LANES, call_llvm, load_value, shuffle, splat_value
+from kernels.cpu.vector import (
+    I8,
+    I16,
+    I32,
+    I64,
+    INT_VECTOR,
+    LANES,
+    call_llvm,
+    load_value,
+    pointer,
+    same,
+    shuffle,
+    splat_value,
+)
 
-I8: Final = ir.IntType(8)
-I16: Final = ir.IntType(16)
 _TRIPLE, _, _FEATURES = cpu_target.target_context.codegen().magic_tuple()
 
 # Kind of instruction → lanes of it, its name in LLVM.
@@ -25,6 +40,11 @@ _INSTRUCTIONS: Final = {
     "sdot": (4, "llvm.aarch64.neon.sdot.v4i32.v16i8"),
     "plain": (16, ""),
 }
+# The high byte is one of -127 ... 127 then, and so is -x.
+X_LIMIT: Final = 127 * 256
+# A quad of x in memory: four high bytes and four low ones, or four int16 in the order 0, 2, 1, 3.
+QUAD_BYTES: Final = 8
+PAIR_ORDER: Final = (0, 2, 1, 3)
 
 
 def instruction_of(triple: str, features: str) -> str:
@@ -37,60 +57,73 @@ def instruction_of(triple: str, features: str) -> str:
 
 
 INSTRUCTION: Final = instruction_of(_TRIPLE, _FEATURES)
-# A quad of x in memory: four int8, or four int16 in the order 0, 2, 1, 3.
-HAS_PAIRS: Final = INSTRUCTION.startswith("pairs")
-QUAD_BYTES: Final = 8 if HAS_PAIRS else 4
+HAS_BYTES: Final = INSTRUCTION in ("vnni512", "vnni256", "sdot")
+# Vectors of sums for each 16 outputs: those of high and of low bytes.
+NUM_SUMS: Final = 2 if HAS_BYTES else 1
+
+Sums = list[ir.Value]
 
 
-def _same(value: int, kind: ir.Type, lanes: int) -> ir.Constant:
-    return ir.Constant(ir.VectorType(kind, lanes), [value] * lanes)
-
-
-def load_quad(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
+def load_quad(builder: ir.IRBuilder, address: ir.Value) -> Sums:
     """x as `add_products` takes it: vectors whose lanes are all the same."""
     if INSTRUCTION == "plain":
-        quad = [load_value(builder, builder.add(address, ir.Constant(I64, at)), I8) for at in range(4)]
+        at = [builder.add(address, ir.Constant(I64, 2 * PAIR_ORDER.index(k))) for k in range(4)]
+        quad = [builder.load(pointer(builder, place, I16), align=2) for place in at]
         return [splat_value(builder, builder.sext(each, I32), INT_VECTOR) for each in quad]
-    offsets = range(0, QUAD_BYTES, 4)
-    words = [load_value(builder, builder.add(address, ir.Constant(I64, at)), I32) for at in offsets]
+    words = [load_value(builder, builder.add(address, ir.Constant(I64, at)), I32) for at in (0, 4)]
     return [splat_value(builder, word, INT_VECTOR) for word in words]
 
 
 def prepare_weights(builder: ir.IRBuilder, words: ir.Value) -> list[ir.Value]:
     """Four unsigned bytes in each of 16 int32, as `add_products` takes them for the x of any number of rows."""
     if INSTRUCTION == "plain":
-        shifted = [builder.lshr(words, _same(8 * at, I32, LANES)) for at in range(4)]
-        return [builder.and_(each, _same(255, I32, LANES)) for each in shifted]
-    if HAS_PAIRS:
-        halves = builder.bitcast(words, ir.VectorType(I16, 2 * LANES))
-        even = builder.and_(halves, _same(255, I16, 2 * LANES))
-        odd = builder.lshr(halves, _same(8, I16, 2 * LANES))
-        return [builder.bitcast(each, INT_VECTOR) for each in (even, odd)]
-    if INSTRUCTION == "sdot":  # which takes signed bytes: 128 less, and `first_sum` knows it
-        return [builder.xor(words, _same(-0x7F7F7F80, I32, LANES))]
-    return [words]
+        shifted = [builder.lshr(words, same(8 * at, INT_VECTOR)) for at in range(4)]
+        return [builder.and_(each, same(255, INT_VECTOR)) for each in shifted]
+    if INSTRUCTION == "sdot":  # which takes signed bytes: 128 less, and `finished` makes up for it
+        words = builder.xor(words, same(-0x7F7F7F80, INT_VECTOR))
+    if HAS_BYTES:
+        return [words, words]
+    pairs = ir.VectorType(I16, 2 * LANES)
+    halves = builder.bitcast(words, pairs)
+    even, odd = builder.and_(halves, same(255, pairs)), builder.lshr(halves, same(8, pairs))
+    return [builder.bitcast(each, INT_VECTOR) for each in (even, odd)]
 
 
-def first_sum(builder: ir.IRBuilder, x_sum: ir.Value, zero_point: int) -> ir.Value:
-    """What sums begin with, so that they end at those of (w - zero_point) x. x_sum: int32, of all x to come."""
-    factor = (128 if INSTRUCTION == "sdot" else 0) - zero_point
-    return splat_value(builder, builder.mul(x_sum, ir.Constant(I32, factor)), INT_VECTOR)
+def no_sums() -> Sums:
+    """Sums to begin with."""
+    return [same(0, INT_VECTOR)] * NUM_SUMS
 
 
-def add_products(builder: ir.IRBuilder, sums: ir.Value, weights: list[ir.Value], x: list[ir.Value]) -> ir.Value:
-    """The 16 sums with a quad's products added."""
+def add_products(builder: ir.IRBuilder, sums: Sums, weights: list[ir.Value], x: list[ir.Value]) -> Sums:
+    """The sums with a quad's products added."""
+    if HAS_BYTES:
+        return [_added(builder, *each) for each in zip(sums, weights, x, strict=True)]
+    total = sums[0]
+    for w, value in zip(weights, x, strict=True):
+        total = _added(builder, total, w, value)
+    return [total]
+
+
+def finished(builder: ir.IRBuilder, sums: Sums, x_sum: ir.Value) -> ir.Value:
+    """The 16 sums, int32. x_sum: the sum of all x that were there, int32."""
+    if not HAS_BYTES:
+        return sums[0]
+    high, low = sums
+    total = builder.add(builder.shl(high, same(8, INT_VECTOR)), low)
+    if INSTRUCTION == "sdot":
+        return builder.add(total, splat_value(builder, builder.mul(x_sum, ir.Constant(I32, 128)), INT_VECTOR))
+    return total
+
+
+def _added(builder: ir.IRBuilder, sums: ir.Value, weights: ir.Value, x: ir.Value) -> ir.Value:
+    """One instruction's worth, for as many lanes at a time as it takes."""
     lanes, name = _INSTRUCTIONS[INSTRUCTION]
     if INSTRUCTION == "plain":
-        for w, value in zip(weights, x, strict=True):
-            sums = builder.add(sums, builder.mul(w, value))
-        return sums
+        return builder.add(sums, builder.mul(weights, x))
     pieces = []
     for start in range(0, LANES, lanes):
-        piece = _piece(builder, sums, start, lanes)
-        for w, value in zip(weights, x, strict=True):
-            operands = _piece(builder, w, start, lanes), _piece(builder, value, start, lanes)
-            piece = _product(builder, name, piece, *operands)
-        pieces.append(piece)
+        parts = [_piece(builder, vector, start, lanes) for vector in (sums, weights, x)]
+        pieces.append(_product(builder, name, *parts))
     while len(pieces) > 1:
         joined = list(range(2 * pieces[0].type.count))
         pieces = [shuffle(builder, a, b, joined) for a, b in zip(pieces[::2], pieces[1::2], strict=True)]
@@ -103,10 +136,11 @@ def _piece(builder: ir.IRBuilder, vector: ir.Value, start: int, lanes: int) -> i
 
 def _product(builder: ir.IRBuilder, name: str, sums: ir.Value, weights: ir.Value, x: ir.Value) -> ir.Value:
     kind, lanes = sums.type, sums.type.count
-    if HAS_PAIRS:
-        halves = ir.VectorType(I16, 2 * lanes)
-        products = call_llvm(builder, name, kind, builder.bitcast(weights, halves), builder.bitcast(x, halves))
-        return builder.add(sums, products)
+    if not HAS_BYTES:
+        pairs = ir.VectorType(I16, 2 * lanes)
+        return builder.add(
+            sums, call_llvm(builder, name, kind, builder.bitcast(weights, pairs), builder.bitcast(x, pairs))
+        )
     if INSTRUCTION == "sdot":
         quads = ir.VectorType(I8, 4 * lanes)
         return call_llvm(builder, name, kind, sums, builder.bitcast(weights, quads), builder.bitcast(x, quads))

@@ -7,10 +7,11 @@ from typing import Final
 
 from numba import float32
 
+from kernels.cpu.half import half_at
 from kernels.cpu.parallel import ARGUMENTS, NEXT_THREAD
 from kernels.cpu.quantized_rows import quantize_row
-from kernels.cpu.quantized_tile import GROUP, GROUP_BYTES, NUM_QUADS, ZERO_POINT, quantized_product
-from kernels.cpu.vector import LANES, VECTOR_BYTES, fetch_add, load_f32, load_i32, load_i64, store_f32
+from kernels.cpu.quantized_tile import GROUP, GROUP_BYTES, HALF_BYTES, NUM_QUADS, QUADS_AT, quantized_product
+from kernels.cpu.vector import LANES, VECTOR_BYTES, fetch_add, load_i32, load_i64, store_f32
 
 (
     X, X_ROW, NUM_ROWS, QUANTIZED, QUANTIZED_ROW, NUM_GROUPS,
@@ -72,13 +73,14 @@ def gather_quantized_rows(task: int) -> None:
         if item >= num_ids:
             break
         row = load_i64(ids + item * 8)
-        group = w + row // LANES * num_groups * GROUP_BYTES + row % LANES * 4
+        lane = row % LANES
+        group = w + row // LANES * num_groups * GROUP_BYTES
         target = load_i64(task + ROWS_OUT) + item * num_groups * GROUP * 4
         for _ in range(num_groups):
-            scale = load_f32(group)
-            for quad in range(1, 1 + NUM_QUADS):
-                word = load_i32(group + quad * VECTOR_BYTES)
+            scale, minimum = half_at(group, lane), half_at(group + HALF_BYTES, lane)
+            for quad in range(NUM_QUADS):
+                word = load_i32(group + QUADS_AT + quad * VECTOR_BYTES + lane * 4)
                 for shift in range(0, 32, 8):
-                    store_f32(target, float32((word >> shift & _BYTE) - ZERO_POINT) * scale)
+                    store_f32(target, float32(word >> shift & _BYTE) * scale + minimum)
                     target += 4
             group += GROUP_BYTES

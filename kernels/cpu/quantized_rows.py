@@ -1,95 +1,115 @@
-"""Rows of float32 → int8 in groups, each with a scale of its own: what `quantized_product` takes as X."""
+"""Rows of float32 → integers of 16 bits, with a scale for each row: what `quantized_product` takes as X."""
 
+from math import inf, nan
 from typing import Any, Final
 
 from llvmlite import ir
+from numba import float32
 from numba.core import types
 from numba.extending import intrinsic
 
-from kernels.cpu.dot import HAS_PAIRS, I8, I16, QUAD_BYTES
+from kernels.cpu.dot import HAS_BYTES, PAIR_ORDER, QUAD_BYTES, X_LIMIT
 from kernels.cpu.helper import helper
-from kernels.cpu.quantized_tile import FACT_BYTES, GROUP, NUM_QUADS
+from kernels.cpu.quantized_tile import GROUP, SUM_BYTES, X_GROUP_BYTES
 from kernels.cpu.vector import (
     F32,
+    I8,
+    I16,
     I32,
     I64,
     INT_VECTOR,
     LANES,
-    VECTOR,
     VECTOR_BYTES,
     call_llvm,
     constant,
     load_value,
     pointer,
+    same,
     shuffle,
     splat_value,
+    store_f32,
 )
 
-# Below this a group counts as zeros: 127 / maximum must be finite.
-MIN_MAXIMUM: Final = 1e-30
+# A row whose largest magnitude is below this counts as zeros: X_LIMIT / magnitude must be finite.
+MIN_MAGNITUDE: Final = 1e-30
 # Adding 1.5 * 2^23 rounds to the nearest integer, of two to the even one, and leaves it in the low bits.
 _MAGIC: Final = 12582912.0
-
-
-def _fold(builder: ir.IRBuilder, vector: ir.Value, combine: Any) -> ir.Value:
-    """The lanes combined into one."""
-    for half in (8, 4, 2, 1):
-        folded = shuffle(builder, vector, vector, [(lane + half) % LANES for lane in range(LANES)])
-        vector = combine(vector, folded)
-    return builder.extract_element(vector, ir.Constant(I32, 0))
+_INFINITY_BITS: Final = 0x7F800000
+_BYTES: Final = ir.VectorType(I8, LANES)
+_SHORTS: Final = ir.VectorType(I16, LANES)
+# The 16 high bytes (0-15) and low bytes (16-31) of four quads, or their 16 integers, as they are stored.
+_BYTE_ORDER: Final = [part + quad + at for quad in range(0, LANES, 4) for part in (0, LANES) for at in range(4)]
+_INTEGER_ORDER: Final = [quad + at for quad in range(0, LANES, 4) for at in PAIR_ORDER]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _quantize_group(typingctx: Any, x: Any, quads: Any, facts: Any) -> Any:
-    """GROUP floats at x → as many integers of -127 ... 127 at quads, and their scale and sum at facts.
+def _largest(typingctx: Any, x: Any, num_vectors: Any) -> Any:
+    """The largest magnitude among num_vectors * 16 floats at x; not finite where one isn't."""
 
-    scale = maximum / 127, each the nearest integer to x * (127 / maximum). Where one is not finite the scale is NaN.
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        x_value, count = values
+        before, loop, done = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("done")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        index, largest = builder.phi(I64), builder.phi(INT_VECTOR)
+        address = builder.add(x_value, builder.mul(index, ir.Constant(I64, VECTOR_BYTES)))
+        # Of magnitudes the bits are ordered as the numbers, with infinity and NaN above all.
+        bits = builder.and_(load_value(builder, address, INT_VECTOR), same(0x7FFFFFFF, INT_VECTOR))
+        larger = builder.select(builder.icmp_signed(">", bits, largest), bits, largest)
+        following = builder.add(index, ir.Constant(I64, 1))
+        for phi, first, later in ((index, ir.Constant(I64, 0), following), (largest, same(0, INT_VECTOR), larger)):
+            phi.add_incoming(first, before)
+            phi.add_incoming(later, loop)
+        builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
+        builder.position_at_end(done)
+        return builder.bitcast(call_llvm(builder, "llvm.vector.reduce.umax.v16i32", I32, larger), F32)
+
+    return types.float32(types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _quantize_group(typingctx: Any, x: Any, factor: Any, quads: Any) -> Any:
+    """GROUP floats at x → the nearest integers to x * factor, as quads; gives their sum.
+
+    factor is 0 for a row that isn't finite; what comes out is then of no account.
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        x_value, quads_value, facts_value = values
+        x_value, factor_value, quads_value = values
+        factors, total = splat_value(builder, factor_value), same(0, INT_VECTOR)
+        for number, start in enumerate(range(0, GROUP, LANES)):
+            vector = load_value(builder, builder.add(x_value, ir.Constant(I64, number * VECTOR_BYTES)))
+            shifted = builder.fadd(builder.fmul(vector, factors), constant(_MAGIC))
+            shorts = builder.trunc(builder.bitcast(shifted, INT_VECTOR), _SHORTS)
+            total = builder.add(total, builder.sext(shorts, INT_VECTOR))
+            if HAS_BYTES:
+                high = builder.ashr(builder.add(shorts, same(128, _SHORTS)), same(8, _SHORTS))
+                parts = builder.trunc(high, _BYTES), builder.trunc(shorts, _BYTES)
+                stored = shuffle(builder, *parts, _BYTE_ORDER)
+            else:
+                stored = shuffle(builder, shorts, shorts, _INTEGER_ORDER)
+            place = builder.add(quads_value, ir.Constant(I64, start // 4 * QUAD_BYTES))
+            builder.store(stored, pointer(builder, place, stored.type), align=4)
+        return builder.sitofp(call_llvm(builder, "llvm.vector.reduce.add.v16i32", I32, total), F32)
 
-        def larger(a: ir.Value, b: ir.Value) -> ir.Value:
-            return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-        offsets = [ir.Constant(I64, at) for at in range(0, 4 * GROUP, VECTOR_BYTES)]
-        vectors = [load_value(builder, builder.add(x_value, offset)) for offset in offsets]
-        largest, spoiled = constant(0.0), constant(0.0)
-        for vector in vectors:
-            largest = larger(call_llvm(builder, "llvm.fabs.v16f32", VECTOR, vector), largest)
-            spoiled = builder.fadd(spoiled, builder.fmul(vector, constant(0.0)))
-        maximum = _fold(builder, largest, larger)
-        is_tiny = builder.fcmp_ordered("<", maximum, ir.Constant(F32, MIN_MAXIMUM))
-        safe = builder.select(is_tiny, ir.Constant(F32, 1.0), maximum)
-        limit, zero = ir.Constant(F32, 127.0), ir.Constant(F32, 0.0)
-        factor = builder.select(is_tiny, zero, builder.fdiv(limit, safe))
-        scale = builder.select(is_tiny, zero, builder.fdiv(maximum, limit))
-        scale = builder.fadd(scale, _fold(builder, spoiled, builder.fadd))
-        total = ir.Constant(INT_VECTOR, [0] * LANES)
-        for index, vector in enumerate(vectors):
-            shifted = builder.fadd(builder.fmul(vector, splat_value(builder, factor)), constant(_MAGIC))
-            bits = builder.bitcast(shifted, INT_VECTOR)
-            bytes_ = builder.trunc(bits, ir.VectorType(I8, LANES))
-            total = builder.add(total, builder.sext(bytes_, INT_VECTOR))
-            stored = bytes_
-            if HAS_PAIRS:
-                order = [4 * (lane // 4) + (0, 2, 1, 3)[lane % 4] for lane in range(LANES)]
-                wide = builder.sext(bytes_, ir.VectorType(I16, LANES))
-                stored = shuffle(builder, wide, wide, order)
-            address = builder.add(quads_value, ir.Constant(I64, index * (LANES // 4) * QUAD_BYTES))
-            builder.store(stored, pointer(builder, address, stored.type), align=4)
-        builder.store(scale, pointer(builder, facts_value, F32), align=4)
-        place = builder.add(facts_value, ir.Constant(I64, 4))
-        builder.store(_fold(builder, total, builder.add), pointer(builder, place, I32), align=4)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), codegen
+    return types.float32(types.int64, types.float32, types.int64), codegen
 
 
 @helper
 def quantize_row(x: int, num_groups: int, target: int) -> None:
-    """GROUP * num_groups floats at x → a row of X at target."""
-    facts = target + num_groups * (NUM_QUADS * QUAD_BYTES)
+    """GROUP * num_groups floats at x → a row of X at target.
+
+    scale = largest magnitude / X_LIMIT, or NaN where that isn't finite, and the nearest integers to
+    x * (X_LIMIT / largest magnitude).
+    """
+    sums = target + num_groups * X_GROUP_BYTES
+    largest = _largest(x, num_groups * (GROUP // LANES))
+    factor = scale = float32(0.0)
+    if not largest < float32(inf):
+        scale = float32(nan)
+    elif largest >= float32(MIN_MAGNITUDE):
+        factor, scale = float32(X_LIMIT) / largest, largest / float32(X_LIMIT)
     for group in range(num_groups):
-        quads = target + group * (NUM_QUADS * QUAD_BYTES)
-        _quantize_group(x + group * (4 * GROUP), quads, facts + group * FACT_BYTES)
+        total = _quantize_group(x + group * (4 * GROUP), factor, target + group * X_GROUP_BYTES)
+        store_f32(sums + group * SUM_BYTES, total)
+    store_f32(sums + num_groups * SUM_BYTES, scale)

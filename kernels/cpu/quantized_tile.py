@@ -1,13 +1,17 @@
-"""The register tile of quantized products: C[m, 16 n] = bias + X[m, K] · W[K, 16 n], both in groups along k.
+"""The register tile of quantized products: C[m, 16 n] = bias + X[m, K] · W[K, 16 n].
 
-    a panel of W: 16 outputs, group after group     a row of X: quads, then what goes with each group
-    ┌───────────┬──────────────────────────┐         ┌─────────────┬────────────────────┐
-    │ 16 scales │ GROUP / 4 × 16 × 4 bytes │ ...     │ K / 4 quads │ scale, sum (int32) │ ...
-    └───────────┴──────────────────────────┘         └─────────────┴────────────────────┘
+    a panel of W, group after group of 32           a row of X
+    ┌───────────┬───────────┬───────────────┐       ┌─────────────┬─────────────────┬─────────┐
+    │ 16 scales │ 16 minima │ 8 × 16 × 4    │ ...   │ K / 4 quads │ sums of groups  │ scale   │
+    │ (float16) │ (float16) │ bytes, quads  │       │ (dot.py)    │ (float32)       │(float32)│
+    └───────────┴───────────┴───────────────┘       └─────────────┴─────────────────┴─────────┘
 
-Within a group the products are of integers and their sum is exact (dot.py). Groups are added in order, each with one
-multiplication by the weights' scale and one fused multiply-add with the row's: so a row's bits depend neither on how
-many rows come with it nor on the processor.
+A weight is scale · byte + minimum with those of its group, x is scale · integer with that of its row. So
+
+    Σ w x = scale_x Σ over groups (scale_w Σ byte · integer + minimum · sum of integers)
+
+in which the products of integers and their sums are exact. The rest is fused multiply-adds in the order of the groups:
+so a row's bits depend neither on how many rows come with it nor on the processor.
 """
 
 from collections.abc import Callable
@@ -17,7 +21,8 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from kernels.cpu.dot import QUAD_BYTES, add_products, first_sum, load_quad, prepare_weights
+from kernels.cpu.dot import NUM_SUMS, QUAD_BYTES, add_products, finished, load_quad, no_sums, prepare_weights
+from kernels.cpu.half import load_halves
 from kernels.cpu.helper import helper
 from kernels.cpu.tile import HAS_WIDE_REGISTERS
 from kernels.cpu.vector import (
@@ -25,23 +30,26 @@ from kernels.cpu.vector import (
     I32,
     I64,
     INT_VECTOR,
+    LANES,
     VECTOR,
     VECTOR_BYTES,
+    constant,
     fma_value,
     load_value,
     pointer,
     splat_value,
 )
 
-# Values along k that share a scale, in the weight and in a row.
+# Values along k that share a scale and a minimum. Sums of so many products fit int32.
 GROUP: Final = 32
 NUM_QUADS: Final = GROUP // 4
-GROUP_BYTES: Final = VECTOR_BYTES * (1 + NUM_QUADS)
-# What goes with each group of a row: its scale and its sum.
-FACT_BYTES: Final = 8
-ZERO_POINT: Final = 128
-# Quads between two tests of the loop.
-UNROLL: Final = 2
+HALF_BYTES: Final = 2 * LANES
+# Of a group of the weight, and where its quads begin in it.
+GROUP_BYTES: Final = 2 * HALF_BYTES + VECTOR_BYTES * NUM_QUADS
+QUADS_AT: Final = 2 * HALF_BYTES
+# Of a group of a row.
+X_GROUP_BYTES: Final = NUM_QUADS * QUAD_BYTES
+SUM_BYTES: Final = 4
 
 
 def _emit_tile(builder: ir.IRBuilder, num_rows: int, num_vectors: int, values: tuple[ir.Value, ...]) -> None:
@@ -51,70 +59,53 @@ def _emit_tile(builder: ir.IRBuilder, num_rows: int, num_vectors: int, values: t
     def number(n: int) -> ir.Constant:
         return ir.Constant(I64, n)
 
-    def at(base: ir.Value, stride: ir.Value, n: int) -> ir.Value:
-        return builder.add(base, builder.mul(stride, number(n)))
+    def at(base: ir.Value, stride: ir.Value, n: int, offset: int = 0) -> ir.Value:
+        return builder.add(builder.add(base, builder.mul(stride, number(n))), number(offset))
 
-    facts = builder.add(x, builder.mul(num_groups, number(NUM_QUADS * QUAD_BYTES)))
-    first_results = [load_value(builder, at(bias, bias_panel, n)) for n in columns]
+    x_sums = builder.add(x, builder.mul(num_groups, number(X_GROUP_BYTES)))
+    x_scales = builder.add(x_sums, builder.mul(num_groups, number(SUM_BYTES)))
     before = builder.block
-    group, quads, scale, done = (builder.append_basic_block(name) for name in ("group", "quads", "scale", "done"))
+    group, done = builder.append_basic_block("group"), builder.append_basic_block("done")
     builder.branch(group)
 
     builder.position_at_end(group)
     g = builder.phi(I64)
     results = [[builder.phi(VECTOR) for _ in columns] for _ in rows]
-    g_facts = builder.add(facts, builder.mul(g, number(FACT_BYTES)))
-    x_sums = [load_value(builder, builder.add(at(g_facts, x_row, r), number(4)), I32) for r in rows]
-    starts = [first_sum(builder, x_sum, ZERO_POINT) for x_sum in x_sums]
+    g_sums = builder.add(x_sums, builder.mul(g, number(SUM_BYTES)))
     g_w = builder.add(w, builder.mul(g, number(GROUP_BYTES)))
-    w_quads = builder.add(g_w, number(VECTOR_BYTES))
-    x_quads = builder.add(x, builder.mul(g, number(NUM_QUADS * QUAD_BYTES)))
-    builder.branch(quads)
-
-    builder.position_at_end(quads)
-    quad = builder.phi(I64)
-    sums = [[builder.phi(INT_VECTOR) for _ in columns] for _ in rows]
-    values_now: list[list[ir.Value]] = [list(row) for row in sums]
-    for step in range(UNROLL):
-        index = builder.add(quad, number(step))
-        w_offset, x_offset = builder.mul(index, number(VECTOR_BYTES)), builder.mul(index, number(QUAD_BYTES))
-        weights = [
-            prepare_weights(builder, load_value(builder, builder.add(at(w_quads, w_panel, n), w_offset), INT_VECTOR))
-            for n in columns
-        ]
+    g_x = builder.add(x, builder.mul(g, number(X_GROUP_BYTES)))
+    sums = [[no_sums() for _ in columns] for _ in rows]
+    for quad in range(NUM_QUADS):
+        words = [at(g_w, w_panel, n, QUADS_AT + quad * VECTOR_BYTES) for n in columns]
+        weights = [prepare_weights(builder, load_value(builder, word, INT_VECTOR)) for word in words]
         for r in rows:
-            factor = load_quad(builder, builder.add(at(x_quads, x_row, r), x_offset))
+            factor = load_quad(builder, at(g_x, x_row, r, quad * QUAD_BYTES))
             for n in columns:
-                values_now[r][n] = add_products(builder, values_now[r][n], weights[n], factor)
-    following = builder.add(quad, number(UNROLL))
-    quad.add_incoming(number(0), group)
-    quad.add_incoming(following, quads)
-    for r in rows:
-        for n in columns:
-            sums[r][n].add_incoming(starts[r], group)
-            sums[r][n].add_incoming(values_now[r][n], quads)
-    builder.cbranch(builder.icmp_signed("<", following, number(NUM_QUADS)), quads, scale)
-
-    builder.position_at_end(scale)
-    w_scales = [load_value(builder, at(g_w, w_panel, n)) for n in columns]
-    next_g = builder.add(g, number(1))
-    g.add_incoming(number(0), before)
-    g.add_incoming(next_g, scale)
+                sums[r][n] = add_products(builder, sums[r][n], weights[n], factor)
+    scales = [load_halves(builder, at(g_w, w_panel, n)) for n in columns]
+    minima = [load_halves(builder, at(g_w, w_panel, n, HALF_BYTES)) for n in columns]
+    following = builder.add(g, number(1))
     last = []
     for r in rows:
-        x_scale = splat_value(builder, load_value(builder, at(g_facts, x_row, r), F32))
+        x_sum = load_value(builder, at(g_sums, x_row, r), F32)
+        x_total, x_vector = builder.fptosi(x_sum, I32), splat_value(builder, x_sum)
         for n in columns:
-            product = builder.fmul(builder.sitofp(values_now[r][n], VECTOR), w_scales[n])
-            last.append(fma_value(builder, product, x_scale, results[r][n]))
-            results[r][n].add_incoming(first_results[n], before)
-            results[r][n].add_incoming(last[-1], scale)
-    builder.cbranch(builder.icmp_signed("<", next_g, num_groups), group, done)
+            total = builder.sitofp(finished(builder, sums[r][n], x_total), VECTOR)
+            result = fma_value(builder, total, scales[n], results[r][n])
+            last.append(fma_value(builder, minima[n], x_vector, result))
+            results[r][n].add_incoming(constant(0.0), before)
+            results[r][n].add_incoming(last[-1], group)
+    g.add_incoming(number(0), before)
+    g.add_incoming(following, group)
+    builder.cbranch(builder.icmp_signed("<", following, num_groups), group, done)
 
     builder.position_at_end(done)
+    biases = [load_value(builder, at(bias, bias_panel, n)) for n in columns]
     for r in rows:
+        x_scale = splat_value(builder, load_value(builder, at(x_scales, x_row, r), F32))
         for n in columns:
-            address = builder.add(at(c, c_row, r), number(VECTOR_BYTES * n))
-            builder.store(last[r * num_vectors + n], pointer(builder, address, VECTOR), align=4)
+            value = fma_value(builder, last[r * num_vectors + n], x_scale, biases[n])
+            builder.store(value, pointer(builder, at(c, c_row, r, VECTOR_BYTES * n), VECTOR), align=4)
 
 
 def _tile(num_rows: int, num_vectors: int) -> Callable[..., None]:
@@ -134,9 +125,11 @@ def _tile(num_rows: int, num_vectors: int) -> Callable[..., None]:
     return tile  # type: ignore[no-any-return]
 
 
-MAX_TILE_ROWS: Final = 8 if HAS_WIDE_REGISTERS else 4
-# Vectors per tile by number of rows: as many sums, of integers and of floats, as the registers hold.
-_VECTORS: Final = (4, 4, 4, 3, 2, 2, 1, 1) if HAS_WIDE_REGISTERS else (2, 1, 1, 1)
+# As many sums as the registers hold: of 32 wide ones 16, and the 8 results that they are added to; of others 8 vectors
+# of half the width, with the results in memory meanwhile.
+MAX_TILE_ROWS: Final = 8 if HAS_WIDE_REGISTERS else 4 // NUM_SUMS
+# Vectors per tile by number of rows.
+_VECTORS: Final = (4, 4, 2, 2, 1, 1, 1, 1) if HAS_WIDE_REGISTERS else (2, 1, 1, 1)
 
 
 def _row_block(num_rows: int) -> Any:
@@ -166,9 +159,10 @@ def _row_block(num_rows: int) -> Any:
     return row_block
 
 
-_rows_1, _rows_2, _rows_3, _rows_4 = (_row_block(n) for n in range(1, 5))
-# Never called where tiles are lower, and not compiled there.
-_rows_5, _rows_6, _rows_7, _rows_8 = (_row_block(n) for n in range(5, 9)) if MAX_TILE_ROWS == 8 else [_rows_4] * 4
+# Where tiles are lower, those above are never called, and stand for the highest.
+_rows_1, _rows_2, _rows_3, _rows_4, _rows_5, _rows_6, _rows_7, _rows_8 = (
+    [_row_block(n) for n in range(1, MAX_TILE_ROWS + 1)] + 6 * [_row_block(MAX_TILE_ROWS)]
+)[:8]
 
 
 @helper

@@ -17,6 +17,8 @@ VECTOR_BYTES: Final = 4 * LANES
 
 F32: Final = ir.FloatType()
 F64: Final = ir.DoubleType()
+I8: Final = ir.IntType(8)
+I16: Final = ir.IntType(16)
 I32: Final = ir.IntType(32)
 I64: Final = ir.IntType(64)
 VECTOR: Final = ir.VectorType(F32, LANES)
@@ -47,6 +49,11 @@ def splat_value(builder: ir.IRBuilder, scalar: ir.Value, vector: ir.VectorType =
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
     zeros = ir.Constant(INT_VECTOR, [0] * LANES)
     return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), zeros)
+
+
+def same(value: int, kind: ir.VectorType) -> ir.Constant:
+    """A constant vector of integers."""
+    return ir.Constant(kind, [value] * kind.count)
 
 
 def constant(value: float) -> ir.Constant:

@@ -34,6 +34,7 @@ PARTS: Final = {
     "steps": "Single steps by the machine's limits: decode, prefill, attention, and where a step's time goes.",
     "scheduler": "What deciding a step costs, without a model.",
     "modes": "Preemption modes on a trace, with a KV cache that is too small.",
+    "quality": "What quantized weights change in the predictions of a fixed text.",
     "block-sizes": "The workload with blocks of 8, 16, 32 and 64 tokens.",
     "delivery": "The queue and the wire without a model: pick-up, events, leases, a worker that is killed.",
     "plot": "Draw the JSON results of measurements as SVG pictures.",

@@ -1,6 +1,11 @@
 """The linear layer of int8 weights against its float64 twin, and what its rows must not depend on."""
 
 import logging
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,10 +103,14 @@ def test_rows_and_weight_are_the_dequantized_weight(num_in: int) -> None:
             layer.rows(torch.tensor([0, wrong]))
 
 
-def test_what_is_quantized_already_stays_as_it_is() -> None:
-    """So a file of 8 bits with groups of 32 loses nothing more."""
-    once = QuantizedLinear(matrix(48, 64)).weight()
-    assert error(QuantizedLinear(once.clone()).weight(), once.double()) < 1e-7
+@pytest.mark.parametrize("kernels_in_use", ["compiled"], indirect=True)
+def test_weights_of_four_bits_lose_next_to_nothing(kernels_in_use: str) -> None:
+    """Sixteen steps lie on the 256: so files of 4 bits with groups of 32, which are dequantized when they are read."""
+    assert kernels_in_use == "compiled"
+    steps = torch.randint(0, 16, (48, 2, 32), generator=torch.Generator().manual_seed(0))
+    steps[..., 0], steps[..., 1] = 0, 15
+    weight = (steps * (0.01 + matrix(48, 2, 1).abs()) + matrix(48, 2, 1, seed=1)).view(48, 64)
+    assert error(QuantizedLinear(weight.clone()).weight(), weight.double()) < 1e-3
 
 
 def test_a_layer_takes_little_more_than_a_byte_a_weight() -> None:
@@ -143,3 +152,71 @@ def test_wrong_shapes_and_dtypes_are_refused_by_name() -> None:
     for wrong in (matrix(2, 5), matrix(2, 4).double(), matrix(4)):
         with pytest.raises(KernelInputError, match="must be"):
             layer(wrong)
+
+
+@pytest.mark.parametrize("kernels_in_use", ["compiled"], indirect=True)
+@pytest.mark.parametrize(
+    ("triple", "features", "instruction"),
+    [
+        ("x86_64-unknown-linux-gnu", "+avx2,+avx512bw,+avx512vnni", "vnni512"),
+        ("x86_64-unknown-linux-gnu", "+avx2,+avxvnni,-avx512vnni", "vnni256"),
+        ("x86_64-unknown-linux-gnu", "+avx2,+avx512bw,-avx512vnni", "pairs512"),
+        ("x86_64-unknown-linux-gnu", "+avx2,-avx512bw", "pairs256"),
+        ("x86_64-unknown-linux-gnu", "+sse2", "plain"),
+        ("arm64-apple-darwin", "+dotprod,+neon", "sdot"),
+        ("aarch64-unknown-linux-gnu", "+neon", "plain"),
+    ],
+)
+def test_each_processor_gets_its_instruction(kernels_in_use: str, triple: str, features: str, instruction: str) -> None:
+    assert kernels_in_use == "compiled"
+    from kernels.cpu.dot import instruction_of
+
+    assert instruction_of(triple, features) == instruction
+
+
+DIGEST = """
+import hashlib, torch
+from kernels.cpu.dot import INSTRUCTION
+from kernels.quantized_linear import QuantizedLinear
+digest = hashlib.sha256()
+for num_out, num_in in ((130, 576), (50, 70)):
+    generator = torch.Generator().manual_seed(num_in)
+    layer = QuantizedLinear(torch.randn(num_out, num_in, generator=generator))
+    x = torch.randn(20, num_in, generator=generator)
+    for num_rows in (1, 2, 3, 4, 6, 8, 20):
+        digest.update(layer(x[:num_rows]).numpy().tobytes())
+    digest.update(layer.rows(torch.arange(num_out)).numpy().tobytes())
+print(INSTRUCTION, digest.hexdigest())
+"""
+PROCESSORS = {
+    "pairs512": ("skylake-avx512", "+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd"),
+    "pairs256": ("haswell", "+avx,+avx2,+fma,+f16c"),
+    "plain": ("x86-64", "+sse2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86-64 processors")
+@pytest.mark.parametrize("kernels_in_use", ["compiled"], indirect=True)
+@pytest.mark.parametrize("instruction", PROCESSORS)
+def test_code_for_another_processor_gives_the_same_bits(kernels_in_use: str, instruction: str, tmp_path: Path) -> None:
+    """Of those whose instructions this one has too: code for a smaller one runs on a larger one."""
+    assert kernels_in_use == "compiled"
+    from numba.core.registry import cpu_target
+
+    name, features = PROCESSORS[instruction]
+    here = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    if missing := [feature for feature in features.split(",") if feature not in here]:
+        pytest.skip(f"this processor has no {' '.join(missing)}")
+
+    def digest(**changes: str) -> list[str]:
+        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)} | changes
+        ran = subprocess.run(
+            [sys.executable, "-c", DIGEST], env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout.split()
+
+    other = digest(NUMBA_CPU_NAME=name, NUMBA_CPU_FEATURES=features)
+    assert other[0] == instruction
+    assert other[1] == digest()[1]

@@ -118,3 +118,9 @@ def test_an_unknown_quantization_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="quantization"):
         load_settings({"quantization": "int3"})
     assert load_settings({"quantization": "int8"}).quantization == "int8"
+
+
+def test_the_demo_model_knows_the_capital_of_france(demo_model_path: Path) -> None:
+    with LLM(str(demo_model_path), quantization="int8", num_kv_blocks=64, deterministic=has_compiled()) as llm:
+        asked = [{"role": "user", "content": "What is the capital of France?"}]
+        assert llm.chat(asked, SamplingParams(temperature=0, max_tokens=24)).text == "The capital of France is Paris."
