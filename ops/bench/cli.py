@@ -37,6 +37,7 @@ PARTS: Final = {
     "quality": "What quantized weights change in the predictions of a fixed text.",
     "block-sizes": "The workload with blocks of 8, 16, 32 and 64 tokens.",
     "delivery": "The queue and the wire without a model: pick-up, events, leases, a worker that is killed.",
+    "tables": "Print the JSON results of measurements as Markdown tables.",
     "plot": "Draw the JSON results of measurements as SVG pictures.",
 }
 

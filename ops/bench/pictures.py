@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from ops.bench.errors import BenchError
+from ops.bench.peers.catalog import KINDS
 
 INSTALL: Final = "matplotlib isn't installed, which draws the pictures: pip install 'pagemill[bench]'"
+# Labels of runs one by one that other batches are compared with, too.
+ALONE: Final = {kind.alone for kind in KINDS if kind.alone != kind.label}
 # Inches.
 SIZE: Final = (6.4, 3.6)
 # Without them the same result would give another file each time.
@@ -87,6 +90,8 @@ def _draw(picture: Picture, path: Path) -> Path:
 def _comparison(report: dict[str, Any]) -> list[Picture]:
     """Throughput and time between tokens by batch, ours and every peer's."""
     batches, name = report["batches"], report["workload"]["name"]
+    if report["options"]["quantization"] != "none":
+        name = f"{name}-{report['options']['quantization']}"
     rates = _by_batch(batches, lambda each: each["tokens_per_s"]["median"])
     gaps = _by_batch(batches, lambda each: each.get("token_gap_s", {}).get("p50"), scale=1000)
     return [
@@ -105,7 +110,8 @@ def _by_batch(
     for batch in batches:
         for name, found in {"pagemill": batch["ours"], **batch["peers"]}.items():
             value = figure(found)
-            if value is not None:
+            is_alone_at_many = name in ALONE and batch["batch"] > 1  # another batch's runs, told for their ratio
+            if value is not None and not is_alone_at_many:
                 points.setdefault(name, []).append((batch["batch"], scale * value))
     return [_series(name, found) for name, found in points.items()]
 

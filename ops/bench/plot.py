@@ -1,6 +1,7 @@
 """`pagemill bench plot`: pictures of results that were written before."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,29 @@ from ops.bench.pictures import draw_report
 def command(results: tuple[str, ...], svg: str, prefix: str) -> None:
     """Draw RESULTS, JSON objects that `pagemill bench`, its `rates` or its `block-sizes` printed as their last line.
 
-    A file may hold the whole output: its last line counts. Prints the name of each picture.
+    A file may hold the whole output: its last line counts. Comparisons of one workload that were measured batch by
+    batch are drawn together. Prints the name of each picture.
     """
-    for result in results:
-        for path in draw_report(read_result(Path(result)), Path(svg), prefix):
+    for report in merged([read_result(Path(result)) for result in results]):
+        for path in draw_report(report, Path(svg), prefix):
             print(path)
+
+
+def merged(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same, but that the batches of comparisons of one workload and one quantization are in one of them."""
+    found: list[dict[str, Any]] = []
+    by_kind: dict[tuple[str, str], dict[str, Any]] = {}
+    for report in reports:
+        if report.get("bench") != "pagemill":
+            found.append(report)
+            continue
+        kind = (report["workload"]["name"], report["options"]["quantization"])
+        if kind in by_kind:
+            by_kind[kind]["batches"] += report["batches"]
+        else:
+            by_kind[kind] = report | {"batches": list(report["batches"])}
+            found.append(by_kind[kind])
+    return found
 
 
 def read_result(path: Path) -> dict[str, Any]:

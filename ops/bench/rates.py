@@ -197,14 +197,18 @@ def _run(engine: Engine, requests: list[BenchRequest], arrivals_s: list[float]) 
 
 
 def _print(report: dict[str, Any]) -> None:
-    rows = [
-        _row(rate["requests_per_s"], name, found) for rate in report["rates"] for name, found in rate["engines"].items()
-    ]
     options = report["options"]
     how = f"{options['arrivals']} of {options['burst_size']}" if options["arrivals"] == BURST else options["arrivals"]
-    print_table(f"Latencies by rate, {options['workload']} lengths, arrivals {how}", COLUMNS, rows)
+    print_table(f"Latencies by rate, {options['workload']} lengths, arrivals {how}", COLUMNS, rate_rows(report))
     for line in report["warnings"]:
         say(f"warning: {line}")
+
+
+def rate_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A row for each rate and engine, under COLUMNS."""
+    return [
+        _row(rate["requests_per_s"], name, found) for rate in report["rates"] for name, found in rate["engines"].items()
+    ]
 
 
 def _row(rate: float, name: str, found: dict[str, Any]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ THROUGHPUT_COLUMNS: Final = (
     *("batch", "engine", "requests", "tokens/s", "pagemill ÷ it"),
     *("reply p50 s", "reply p95 s", "TTFT p50 ms", "token p50 ms"),
 )
+BAR_COLUMNS: Final = ("what", "batch", "measured", "wanted", "met")
 DETAIL_COLUMNS: Final = (
     *("batch", "TTFT p50 ms", "TTFT p95 ms", "token p50 ms", "token p95 ms"),
     *("KV use", "prefix hits", "host work", "of read bandwidth", "of arithmetic"),
@@ -23,20 +24,25 @@ def print_report(report: dict[str, Any]) -> None:
     """All tables, to stdout."""
     batches = report["batches"]
     print_table(
-        "Output tokens a second", THROUGHPUT_COLUMNS, [row for batch in batches for row in _throughput_rows(batch)]
+        "Output tokens a second", THROUGHPUT_COLUMNS, [row for batch in batches for row in throughput_rows(batch)]
     )
     print_table("pagemill in detail", DETAIL_COLUMNS, [_detail_row(batch) for batch in batches])
     if report["steps"] is not None:
         print_steps(report["steps"])
     if report["bars"]:
-        rows = [
-            (bar["name"], bar["batch"], f"{bar['value']:.3g}", _wanted(bar), "yes" if bar["is_met"] else "NO")
-            for bar in report["bars"]
-        ]
-        print_table("What the house wants", ("what", "batch", "measured", "wanted", "met"), rows)
+        print_table("What the house wants", BAR_COLUMNS, bar_rows(report["bars"]))
 
 
-def _throughput_rows(batch: dict[str, Any]) -> list[tuple[object, ...]]:
+def bar_rows(bars: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]:
+    """A row for each bar."""
+    return [
+        (bar["name"], bar["batch"], f"{bar['value']:.3g}", _wanted(bar), "yes" if bar["is_met"] else "NO")
+        for bar in bars
+    ]
+
+
+def throughput_rows(batch: dict[str, Any]) -> list[tuple[object, ...]]:
+    """Ours and each peer at one batch, under THROUGHPUT_COLUMNS."""
     ours = batch["ours"]
     rows: list[tuple[object, ...]] = [
         (batch["batch"], OURS, batch["requests"], f"{ours['tokens_per_s']['median']:.1f}", "", *_times(ours))

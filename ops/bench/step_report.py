@@ -1,5 +1,6 @@
 """Single steps, as tables for people."""
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from ops.tables import print_table
@@ -17,12 +18,22 @@ def print_steps(steps: dict[str, Any]) -> None:
         f"Single steps; limits: {limits['read_bytes_per_s'] / 1e9:.1f} GB/s read, "
         f"{limits['operations_per_s'] / 1e9:.0f} GFLOP/s"
     )
-    print_table(title, STEP_COLUMNS, [_share_row(case) for case in steps["cases"]])
+    print_table(title, STEP_COLUMNS, share_rows(steps))
+    print_table("What the quickest step was spent on, in ms", *spent_table(steps))
+
+
+def spent_table(steps: dict[str, Any]) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+    """Columns and rows: of each case's quickest step the milliseconds by what they were spent on."""
     parts = list(dict.fromkeys(name for case in steps["cases"] for name in case["spent_s"]))
     rows = [
         (case["name"], *(f"{1000 * case['spent_s'].get(name, 0.0):.1f}" for name in parts)) for case in steps["cases"]
     ]
-    print_table("What the quickest step was spent on, in ms", ("step", *parts), rows)
+    return ("step", *parts), rows
+
+
+def share_rows(steps: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A row for each case, under STEP_COLUMNS."""
+    return [_share_row(case) for case in steps["cases"]]
 
 
 def _share_row(case: dict[str, Any]) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import json
 import statistics
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -105,7 +106,8 @@ def itemsize_of(quantization: str, dtype: str) -> float:
 @click.option("--block-size", type=click.Choice([8, 16, 32, 64]), default=16, help="Tokens in a block of the KV cache.")
 @num_threads_option
 @cache_dir_option
-def command(model: str, cache_dir: str | None, quantization: str, **values: Any) -> None:
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write the JSON result to this file, too.")
+def command(model: str, cache_dir: str | None, quantization: str, json_file: str | None, **values: Any) -> None:
     """Measure single steps: how far from the machine's limits they are, and what they are spent on.
 
     Decodes of 1, 8 and 32 sequences, of 32 with 1,000 tokens each, and a prompt of 512. Reading is limited by the best
@@ -120,7 +122,10 @@ def command(model: str, cache_dir: str | None, quantization: str, **values: Any)
     steps = measure_steps(EngineConfig(str(checkpoint_path(model, folder)), str(folder), **words))
     print_steps(steps)
     report = {"bench": "pagemill steps", "machine": machine, "quantization": quantization, "steps": steps}
-    print(json.dumps(report))
+    line = json.dumps(report)
+    if json_file is not None:
+        Path(json_file).write_text(line + "\n")
+    print(line)
 
 
 def main() -> None:

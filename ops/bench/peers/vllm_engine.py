@@ -3,8 +3,9 @@
     python -m ops.bench.peers.vllm_engine '{"model_path": FOLDER, "max_batch": ..., "dtype": ..., "device": ..., ...}'
 
 As it performs best without changes to it: its engine is a process of its own, compiled, with its own choice of threads
-unless a number was asked for. Since it compiles for a minute, it is built once, for the largest batch (max_num_seqs);
-at a smaller one the next request is offered when one ends, which it may learn of a step late.
+unless a number was asked for. Since it compiles for a minute, and keeps that for the same sizes, it is built once, for
+MAX_NUM_SEQS or the largest batch where that is more; at a smaller one the next request is offered when one ends, which
+it may learn of a step late.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from ops.bench.errors import BenchError
 from ops.bench.peers.streaming import Played, Request, handlers_of
 from ops.bench.serving import serve
 
+MAX_NUM_SEQS: Final = 32
 # Room for keys and values.
 KV_GIB: Final = 4
 # What vLLM reads from its environment, which is left as the user has it but for this.
@@ -81,7 +83,7 @@ class VllmPeer:
             model=self._path,
             skip_tokenizer_init=True,
             dtype=self._dtype,
-            max_num_seqs=self._max_batch,
+            max_num_seqs=max(self._max_batch, MAX_NUM_SEQS),
             enable_prefix_caching=self._shares_prefix,
             disable_log_stats=True,
         )

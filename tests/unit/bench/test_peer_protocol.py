@@ -96,7 +96,7 @@ def python(tmp_path: Path) -> str:
 
 
 def test_vllm_s_side_needs_nothing_of_ours_but_our_packages(python: str, capfd: pytest.CaptureFixture[str]) -> None:
-    options = {"model_path": "folder", "dtype": "float32", "device": "cpu", "num_threads": 2, "max_batch": 5}
+    options = {"model_path": "folder", "dtype": "float32", "device": "cpu", "num_threads": 2, "max_batch": 50}
     with SideProcess("vllm's side", "ops.bench.peers.vllm_engine", options, python=python) as side:
         assert side.ask("prepare", batch=2, num_kv_tokens=300) == {
             "version": "9.9",
@@ -110,7 +110,7 @@ def test_vllm_s_side_needs_nothing_of_ours_but_our_packages(python: str, capfd: 
         assert late.wall_s >= 0.2
         assert late.reply_s[2] <= late.wall_s - 0.2 + 1e-9
     # One engine, for the largest batch, and no more requests in it than this batch has.
-    assert capfd.readouterr().err.splitlines() == ["[5] 2"]
+    assert capfd.readouterr().err.splitlines() == ["[50] 2"]
 
 
 def test_llama_cpp_s_side_counts_tokens_whose_text_comes_late_and_tells_an_error_in_a_line(

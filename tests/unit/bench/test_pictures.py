@@ -10,6 +10,7 @@ import pytest
 from ops.bench.cli import main
 from ops.bench.errors import BenchError
 from ops.bench.pictures import INSTALL, Series, check_installed, draw_report, pictures_of
+from ops.bench.plot import merged
 
 has_matplotlib = importlib.util.find_spec("matplotlib") is not None
 needs_matplotlib = pytest.mark.skipif(not has_matplotlib, reason="matplotlib (the extra `bench`) isn't installed")
@@ -19,9 +20,10 @@ def figures(rate: float, gap_s: float | None) -> dict[str, Any]:
     return {"tokens_per_s": {"median": rate}, "token_gap_s": {"p50": gap_s}}
 
 
-COMPARISON = {
+COMPARISON: dict[str, Any] = {
     "bench": "pagemill",
     "workload": {"name": "chat"},
+    "options": {"quantization": "none"},
     "batches": [
         {"batch": 8, "ours": figures(90.0, 0.05), "peers": {"static": figures(30.0, None)}},
         {"batch": 1, "ours": figures(30.0, 0.02), "peers": {"alone": figures(10.0, None), "vLLM": figures(14.0, 0.1)}},
@@ -61,6 +63,21 @@ def test_a_comparison_shows_every_engine_by_rising_batch() -> None:
     # Who takes a batch as a whole tells no single tokens.
     assert [each.name for each in gaps.series] == ["pagemill", "vLLM"]
     assert list(gaps.series[0].y) == pytest.approx([20.0, 50.0])
+
+
+def test_comparisons_that_were_measured_batch_by_batch_are_drawn_together() -> None:
+    parts = [COMPARISON | {"batches": [batch]} for batch in COMPARISON["batches"]]
+    assert merged(parts) == [COMPARISON]
+    quantized = COMPARISON | {"options": {"quantization": "int8"}}
+    assert merged([*parts, SIZES, quantized]) == [COMPARISON, SIZES, quantized]
+    assert [picture.name for picture in pictures_of(quantized)] == ["chat-int8-throughput", "chat-int8-token-time"]
+
+
+def test_runs_one_by_one_are_drawn_at_a_batch_of_one_alone() -> None:
+    alone = "transformers, one by one"
+    batches = [{"batch": batch, "ours": figures(30.0, 0.02), "peers": {alone: figures(10.0, None)}} for batch in (1, 8)]
+    rates, _ = pictures_of(COMPARISON | {"batches": batches})
+    assert rates.series[1] == Series(alone, [1], [10.0])
 
 
 def test_block_sizes_and_rates_show_their_figures() -> None:

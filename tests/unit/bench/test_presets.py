@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kernels.quantized_linear import BYTES_PER_WEIGHT
 from ops.bench.errors import BenchError
 from ops.bench.options import options_from
 from ops.bench.presets import PRESETS, TraceSlice, lengths_of
@@ -109,4 +110,4 @@ def test_quantization_is_our_engine_s_alone_and_llama_cpp_s_weights_follow_it() 
     assert quantized.engine_config["quantization"] == "int8"
     assert (plain.llamacpp_weights, quantized.llamacpp_weights) == ("F32", "Q8_0")
     assert options_from(values(quantization="int8", llamacpp_weights="F16")).llamacpp_weights == "F16"
-    assert (plain.weight_itemsize("bfloat16"), quantized.weight_itemsize("float32")) == (2, 1.125)
+    assert (plain.weight_itemsize("bfloat16"), quantized.weight_itemsize("float32")) == (2, BYTES_PER_WEIGHT)

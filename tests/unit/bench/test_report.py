@@ -6,11 +6,13 @@ import pytest
 
 from model.config import ModelConfig
 from ops.bench.bars import judge_bars
+from ops.bench.errors import BenchError
 from ops.bench.measure import BatchResult, TokenCheck
 from ops.bench.peers.catalog import BY_NAME
 from ops.bench.report import check_lines, print_report
 from ops.bench.runs import OursRun, PeerRun
 from ops.bench.summary import Costs, summarize
+from ops.bench.tables import markdown, tables_of
 from ops.bench.work import num_operations, slot_bytes, step_weight_bytes
 from ops.bench.workload import Lengths
 from tests.unit.bench.made import ours_run
@@ -124,6 +126,21 @@ def test_the_tables_show_every_batch_and_peer(
     detail = next(line for line in lines if line[0] == "32" and len(line) == 10)
     assert detail[1:8] == ["250", "300", "100", "200", "95.0 %", "0.0 %", "5.0 %"]
     assert ["host work", "32", "0.05", "≤ 0.1", "yes"] in lines
+
+
+def test_the_tables_of_a_document_are_markdown_by_rising_batch(batches: list[dict[str, Any]]) -> None:
+    report = {"bench": "pagemill", "batches": batches[::-1], "bars": judge_bars(batches)}
+    (columns, rows), (_, bars) = tables_of(report)
+    lines = markdown(columns, rows).splitlines()
+    assert lines[0].startswith("| batch | engine | requests | tokens/s | pagemill ÷ it |")
+    assert [line.split(" | ")[:2] for line in lines[2:]] == [
+        *(["| 1", "pagemill"], ["| 1", ONE_BY_ONE], ["| 32", "pagemill"]),
+        *(["| 32", STATIC], ["| 32", ONE_BY_ONE]),
+    ]
+    assert len({line.count("|") for line in lines}) == 1
+    assert len(bars) == len(report["bars"])
+    with pytest.raises(BenchError, match="there are no tables of 'pagemill delivery'"):
+        tables_of({"bench": "pagemill delivery"})
 
 
 def test_replies_of_one_token_have_no_gaps_to_show(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from ops.bench.bars import judge_bars
 from ops.bench.step_profile import KERNELS, REST
 from ops.bench.step_report import STEP_COLUMNS, print_steps
 from ops.bench.steps import StepCase, measure_steps
+from ops.bench.tables import tables_of
 from ops.bench.work import num_head_parameters, num_layer_parameters, slot_bytes
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from worker.engine_config import EngineConfig
@@ -49,6 +50,7 @@ def test_steps_are_timed_and_their_work_is_counted(folder: Path, capsys: pytest.
         )
     # Nobody else's calls are timed any more.
     assert ([getattr(module, name) for module, name, _ in KERNELS], PackedLinear.__call__) == before
+    assert tables_of({"bench": "pagemill steps", "steps": found})[1][0][0] == "step"
     print_steps(found)
     lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == list(STEP_COLUMNS)
