@@ -23,7 +23,9 @@ def load_model(
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     # Random weights of another dtype, or made on another device, would be others than our engine's.
-    given: dict[str, Any] = {} if load_format == "auto" else {"load_format": load_format, "dtype": dtype, "device": device}
+    given: dict[str, Any] = {}
+    if load_format != "auto":
+        given = {"load_format": load_format, "dtype": dtype, "device": device}
     checkpoint = load_checkpoint(path, cache_dir=cache_dir, **given)
     return build_model(checkpoint.config, checkpoint.weights, getattr(torch, dtype)).to(device)
 

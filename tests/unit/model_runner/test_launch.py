@@ -41,8 +41,7 @@ def test_a_drawn_id_reaches_the_next_step_before_the_host_knows_it(sampling: Sam
     second = runner.launch(step_of(2, make_chunks(("a", 8, 1, True), ("other", 5, 16, True))))
     drawn = [runner.collect(first).sampled["a"]]
     third = runner.launch(step_of(3, make_chunks(("other", 21, 1, True), ("a", 9, 1, True))))
-    for pending in (second, third):
-        drawn.append(runner.collect(pending).sampled["a"])
+    drawn += [runner.collect(pending).sampled["a"] for pending in (second, third)]
     assert drawn == alone(prompt, sampling, seed=5)[:3]
 
 
