@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP_ARGS ?=
 STAMP := $(VENV)/.installed
 
-.PHONY: help install run lint format test test-slow kernels-aot soak clean
+.PHONY: help install run lint format test test-slow kernels-aot gpu soak clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,14 @@ test-slow: install ## what takes minutes
 
 kernels-aot: install ## compile the Triton kernels for four generations of GPUs, none needed
 	$(BIN)/python -m ops.kernels_aot
+
+# A bare machine names its interpreter (`make gpu PYTHON=python3`): then nothing is installed. Other words for it, for
+# instance GPU="--rehearse --out results".
+GPU ?=
+IS_PYTHON_NAMED := $(filter-out file,$(origin PYTHON))
+
+gpu: $(if $(IS_PYTHON_NAMED),,install) ## what needs a CUDA device: kernels, engine, streams, bench; a table and a JSON file
+	$(if $(IS_PYTHON_NAMED),$(PYTHON),$(BIN)/python) -m tests.gpu.check $(GPU)
 
 # Other words for it, for instance SOAK="--seconds 60 --seed 7 --runs 20".
 SOAK ?= --seconds 600

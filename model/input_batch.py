@@ -17,10 +17,15 @@ import torch
 
 from kernels.paged_attention import AttentionMetadata
 from kernels.penalties import Penalties
+from model.decode_shapes import DecodeShape, DecodeShapes
 from model.errors import RunnerInputError
+from model.staging import Staging, transport_for
 from scheduler.output import Chunks, NewRow, SchedulerOutput
 
 IntArray = npt.NDArray[np.int64]
+
+# Beside the block tables of the largest padded decode: what most steps bring of tokens, tables and wishes.
+STAGED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,9 @@ class StepInputs:
     is sampled. `sampled_ids`, `sampled_rows` and `sampled_positions` say whose tokens are drawn, and their indices;
     `wants_logprob` bool [num_sampled], on the host, which of them want the log probability as well, `num_candidates`
     int64 [num_sampled] how many candidates: 0 but for beams; `sampled_terms` int64 [num_sampled] whose rows they were.
+
+    shape: what the step was padded to (None: not at all). Its rows beyond those of `sampled_ids` are nobody's: no keys,
+    slot -1, token 0.
     """
 
     input_ids: torch.Tensor
@@ -69,6 +77,7 @@ class StepInputs:
     num_candidates: IntArray
     sampled_terms: IntArray
     sampling: SamplingRows
+    shape: DecodeShape | None = None
 
 
 class InputBatch:
@@ -80,12 +89,27 @@ class InputBatch:
         append_sampled  ─► the host knows them: from now on they are in the row
 
     A row that has changed hands between the two (its term has ended) gets nothing of its former owner's.
+
+    shapes: what pure decodes are padded to; None pads nothing. It may be set to None later.
+    staging: how arrays get to the device; by default one of its own on CUDA, and none on the CPU, where a tensor is the
+    array's own memory.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        *,
+        shapes: DecodeShapes | None = None,
+        staging: Staging | None = None,
+    ) -> None:
         self.max_model_len = max_model_len
+        self.shapes = shapes
         self._block_size = block_size
         self._device = device
+        self._staging = staging or _staging_for(device, shapes, block_size)
         max_num_blocks = -(-max_model_len // block_size)
         # One more than the context, so that a token drawn at the limit, which ends its sequence, has its place.
         self._token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
@@ -216,6 +240,8 @@ class InputBatch:
 
         Raises RunnerInputError for a chunk of an unknown sequence, an empty one, and one that passes its blocks.
         """
+        if self._staging is not None:
+            self._staging.begin()
         rows = np.array([self._row(seq_id) for seq_id in chunks.seq_ids], dtype=np.int64)
         starts = np.array(chunks.starts, dtype=np.int64)
         counts = np.array(chunks.num_tokens, dtype=np.int64)
@@ -228,15 +254,20 @@ class InputBatch:
             query_starts, token_rows, positions = _ragged(rows, starts, counts)
         sampled = np.flatnonzero(chunks.is_sampled)
         every_token_is_sampled = len(sampled) == len(token_rows)
-        logits_rows = (
-            None if every_token_is_sampled else self._to_device(query_starts[sampled + 1].astype(np.int64) - 1)
-        )
-        return StepInputs(
-            input_ids=self._input_ids(rows, token_rows, positions, query_starts, ends),
-            positions=self._to_device(positions),
-            slot_mapping=self._to_device(self._slots(token_rows, positions)),
-            meta=self._attention_metadata(rows, query_starts, ends, max_query_len),
-            logits_rows=logits_rows,
+        shape = None
+        if self.shapes is not None and every_token_is_sampled and max_query_len == 1:
+            shape = self.shapes.find(len(rows), int(ends.max()))
+        # Those that a graph reads come first, so that they always lie at the same addresses.
+        meta = self._attention_metadata(rows, query_starts, ends, max_query_len, shape)
+        num_tokens = len(token_rows) if shape is None else shape.num_seqs
+        inputs = StepInputs(
+            input_ids=self._to_device(_padded(self._token_ids[token_rows, positions], num_tokens)),
+            positions=self._to_device(_padded(positions, num_tokens)),
+            slot_mapping=self._to_device(_padded(self._slots(token_rows, positions), num_tokens, -1)),
+            meta=meta,
+            logits_rows=(
+                None if every_token_is_sampled else self._to_device(query_starts[sampled + 1].astype(np.int64) - 1)
+            ),
             sampled_ids=chunks.sampled_ids,
             sampled_rows=rows[sampled],
             sampled_positions=ends[sampled],
@@ -244,29 +275,71 @@ class InputBatch:
             num_candidates=self._num_candidates[rows[sampled]],
             sampled_terms=self._terms[rows[sampled]],
             sampling=self._sampling_rows(rows[sampled], ends[sampled]),
+            shape=shape,
         )
+        drawn_ids = self._drawn_ids
+        unknown = [] if drawn_ids is None else self._unknown(inputs, rows, query_starts, ends)
+        if self._staging is not None:
+            self._staging.flush()
+        if drawn_ids is not None:
+            # In place, where a graph reads them, and not before the copy, which would write over them. Nothing waits
+            # for the device. Where nothing could be drawn (-1) it is any id: that sequence fails.
+            for target, places, draws in unknown:
+                target.view(-1)[places] = drawn_ids[draws].clamp(min=0)
+        return inputs
 
-    def _input_ids(
-        self,
-        rows: IntArray,
-        token_rows: IntArray,
-        positions: IntArray,
-        query_starts: npt.NDArray[np.int32],
-        ends: IntArray,
-    ) -> torch.Tensor:
-        """Ids of the step's tokens; what the host doesn't know yet comes from the step before, without a wait for it.
+    def idle_decode(self, shape: DecodeShape) -> StepInputs:
+        """Inputs of this shape in which every row is nobody's, where `prepare` puts those of its steps."""
+        if self._staging is not None:
+            self._staging.begin()
+        nothing = np.zeros(0, dtype=np.int64)
+        meta = self._attention_metadata(nothing, self._aranges[:1], nothing, 1, shape)
+        inputs = StepInputs(
+            input_ids=self._to_device(_padded(nothing, shape.num_seqs)),
+            positions=self._to_device(_padded(nothing, shape.num_seqs)),
+            slot_mapping=self._to_device(_padded(nothing, shape.num_seqs, -1)),
+            meta=meta,
+            logits_rows=None,
+            sampled_ids=[],
+            sampled_rows=nothing,
+            sampled_positions=nothing,
+            wants_logprob=np.zeros(0, dtype=np.bool_),
+            num_candidates=nothing,
+            sampled_terms=nothing,
+            sampling=self._sampling_rows(nothing, nothing),
+            shape=shape,
+        )
+        if self._staging is not None:
+            self._staging.flush()
+        return inputs
 
-        That is only ever the last token of a chunk. Where nothing could be drawn (-1) it is any id: that one fails.
+    def _unknown(
+        self, inputs: StepInputs, rows: IntArray, query_starts: npt.NDArray[np.int32], ends: IntArray
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Tensors with tokens that the host doesn't know yet, where in them, flat, and which draws those are.
+
+        That is only ever the last token of a chunk: among the step's own, and among those that are penalised.
         """
-        input_ids = self._to_device(self._token_ids[token_rows, positions])
-        if self._drawn_ids is None:
-            return input_ids
+        found = [self._draws_in(inputs.input_ids, rows, ends, query_starts[1:].astype(np.int64) - 1)]
+        penalties = inputs.sampling.penalties
+        if penalties is not None:
+            places = self._penalised(inputs.sampled_rows) * penalties.token_ids.shape[1] + inputs.sampled_positions - 1
+            found.append(self._draws_in(penalties.token_ids, inputs.sampled_rows, inputs.sampled_positions, places))
+        return [each for each in found if each is not None]
+
+    def _draws_in(
+        self, target: torch.Tensor, rows: IntArray, ends: IntArray, places: IntArray
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Of these rows' last tokens, before `ends` and at these places of `target`, those that are only drawn yet."""
         draws = self._draw_of[rows]
         wanted = np.flatnonzero((draws >= 0) & (self._draw_positions[rows] == ends - 1))
-        if len(wanted):
-            places = self._to_device(query_starts[wanted + 1].astype(np.int64) - 1)
-            input_ids[places] = self._drawn_ids[self._to_device(draws[wanted])].clamp(min=0)
-        return input_ids
+        if not len(wanted):
+            return None
+        return target, self._to_device(places[wanted]), self._to_device(draws[wanted])
+
+    def _penalised(self, rows: IntArray) -> IntArray:
+        """Which sequence of `Penalties.token_ids` each of these rows is."""
+        return rows if self._device.type == "cpu" else np.arange(len(rows))
 
     def _check_room(self, chunks: Chunks, rows: IntArray, counts: IntArray, ends: IntArray) -> None:
         is_wrong = (counts < 1) | (ends > self._num_blocks[rows] * self._block_size)
@@ -283,14 +356,21 @@ class InputBatch:
         return blocks * self._block_size + positions % self._block_size
 
     def _attention_metadata(
-        self, rows: IntArray, query_starts: npt.NDArray[np.int32], ends: IntArray, max_query_len: int
+        self,
+        rows: IntArray,
+        query_starts: npt.NDArray[np.int32],
+        ends: IntArray,
+        max_query_len: int,
+        shape: DecodeShape | None,
     ) -> AttentionMetadata:
-        max_context_len = int(ends.max())
+        num_seqs, max_context_len = (len(rows), int(ends.max())) if shape is None else shape
+        if shape is not None:
+            query_starts = self._aranges[: num_seqs + 1]
         num_blocks = -(-max_context_len // self._block_size)
         return AttentionMetadata(
-            block_tables=self._to_device(self._block_tables[rows, :num_blocks]),
+            block_tables=self._to_device(_padded(self._block_tables[rows, :num_blocks], num_seqs)),
             query_starts=self._to_device(query_starts),
-            context_lens=self._to_device(ends.astype(np.int32)),
+            context_lens=self._to_device(_padded(ends.astype(np.int32), num_seqs)),
             max_query_len=max_query_len,
             max_context_len=max_context_len,
         )
@@ -311,20 +391,31 @@ class InputBatch:
 
         On the CPU all rows' tokens in place; elsewhere a copy of what these rows hold.
         """
-        if self._device.type == "cpu":
-            token_ids, sequences = self._token_ids, rows
-        else:
-            token_ids, sequences = self._token_ids[rows, : positions.max()], np.arange(len(rows))
-        columns = (sequences, self._num_prompt[rows], positions)
+        token_ids = self._token_ids if self._device.type == "cpu" else self._token_ids[rows, : positions.max()]
+        columns = (self._penalised(rows), self._num_prompt[rows], positions)
         amounts = (self._repetition[rows], self._frequency[rows], self._presence[rows])
         return Penalties(*(self._to_device(each) for each in (token_ids, *columns, *amounts)))
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """On the CPU the array's own memory; CUDA by fresh pinned memory, which torch keeps until the copy has run."""
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+        """The array's own memory on the CPU; staged, it is there for what is launched once `prepare` has returned."""
+        return torch.from_numpy(array) if self._staging is None else self._staging.put(array)
+
+
+def _staging_for(device: torch.device, shapes: DecodeShapes | None, block_size: int) -> Staging | None:
+    transport = transport_for(device)
+    if transport is None:
+        return None
+    tables = 0 if shapes is None else 4 * shapes.batch_sizes[-1] * -(-shapes.context_lens[-1] // block_size)
+    return Staging(transport, tables + STAGED_BYTES)
+
+
+def _padded(array: npt.NDArray[Any], num_rows: int, value: int = 0) -> npt.NDArray[Any]:
+    """The array with rows of `value` behind its own, `num_rows` in all."""
+    if len(array) == num_rows:
+        return array
+    padded = np.full((num_rows, *array.shape[1:]), value, dtype=array.dtype)
+    padded[: len(array)] = array
+    return padded
 
 
 def _ragged(rows: IntArray, starts: IntArray, counts: IntArray) -> tuple[npt.NDArray[np.int32], IntArray, IntArray]:

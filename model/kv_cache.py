@@ -81,5 +81,7 @@ class KVCache:
 
 
 def _source_and_target(copies: Sequence[BlockCopy], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    pairs = torch.tensor([(copy.src, copy.dst) for copy in copies], dtype=torch.int64).T.to(device)
+    pairs = torch.tensor([(copy.src, copy.dst) for copy in copies], dtype=torch.int64).T.contiguous()
+    if device.type == "cuda":  # torch keeps fresh pinned memory until the copy has run
+        pairs = pairs.pin_memory().to(device, non_blocking=True)
     return pairs[0], pairs[1]

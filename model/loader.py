@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from model.checkpoint_files import CheckpointKind, checkpoint_kind
 from model.config import DTYPES, ModelConfig, config_from_directory
+from model.dummy import dummy_config
 from model.errors import CorruptCheckpointError, UnsupportedModelError
 from model.gguf import GGUFFile
 from model.gguf_config import ROPE_FACTORS, config_from_gguf, hf_name, hf_values
@@ -19,18 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A configuration and its weights: tensors on the CPU, by their Hugging Face names."""
+    """A configuration and its weights by their Hugging Face names: tensors on the CPU, but for dummy ones."""
 
     config: ModelConfig
     weights: "Mapping[str, torch.Tensor]"
 
 
-def load_config(path: Path | str) -> ModelConfig:
-    """The configuration of a checkpoint, without torch and without its weights.
+def load_config(path: Path | str, load_format: str = "auto") -> ModelConfig:
+    """The configuration of a checkpoint, without torch and without its weights; with `dummy` it may have none.
 
     Raises ModelNotFoundError, CorruptCheckpointError or UnsupportedModelError.
     """
     path = Path(path)
+    if load_format == "dummy":
+        return dummy_config(path)
     if checkpoint_kind(path) is CheckpointKind.GGUF:
         return config_from_gguf(GGUFFile(path))
     return _directory_config(path)[0]
@@ -42,6 +45,8 @@ def load_checkpoint(
     cache_dir: Path | None = None,
     dtype: str = "auto",
     progress: ProgressCallback | None = None,
+    load_format: str = "auto",
+    device: "torch.device | str" = "cpu",
 ) -> Checkpoint:
     """Open a directory with config.json and safetensors, or a .gguf file.
 
@@ -49,6 +54,7 @@ def load_checkpoint(
     once into `cache_dir`, and mapped from there; without a `cache_dir` it is dequantised into memory.
     dtype: auto leaves each tensor as it is stored; a name of DTYPES converts it when it is asked for.
     progress is called with (stage, done, total) while a GGUF file is dequantised.
+    load_format: `dummy` needs a config.json alone, and makes random weights on `device`; all others lie on the CPU.
 
     Raises ModelNotFoundError, CorruptCheckpointError, UnsupportedModelError or CheckpointCacheError. Whether the
     tensors are those that the configuration asks for is checked by the decoder that takes them.
@@ -56,6 +62,8 @@ def load_checkpoint(
     path = Path(path)
     if dtype != "auto" and dtype not in DTYPES:
         raise UnsupportedModelError(f"dtype is {dtype!r}: use auto, {', '.join(DTYPES)}")
+    if load_format == "dummy":
+        return _dummy(dummy_config(path), dtype, device)
     if checkpoint_kind(path) is CheckpointKind.DIRECTORY:
         config, files = _directory_config(path)
         return Checkpoint(config, SafetensorsWeights(files, dtype))
@@ -64,6 +72,16 @@ def load_checkpoint(
     if cache_dir is None:
         return Checkpoint(config, _dequantized(file, config, dtype, progress))
     return Checkpoint(config, _cached_weights(file, config, cache_dir, dtype, progress))
+
+
+def _dummy(config: ModelConfig, dtype: str, device: "torch.device | str") -> Checkpoint:
+    import torch
+
+    from model.dummy_weights import DummyWeights
+
+    return Checkpoint(
+        config, DummyWeights(config, dtype=getattr(torch, config.dtype if dtype == "auto" else dtype), device=device)
+    )
 
 
 class SafetensorsWeights(Mapping[str, "torch.Tensor"]):

@@ -8,11 +8,14 @@ from pathlib import Path
 import torch
 
 from kernels.compiled import is_compiled, set_cache_root, warmup
+from model.cuda_graphs import Capture, CudaCapture
+from model.decode_shapes import decode_shapes
 from model.decoder import Decoder
+from model.forward import ForwardPass
 from model.input_batch import InputBatch, IntArray, StepInputs
 from model.kv_cache import KVCache
-from model.layers import ForwardContext
 from model.sampler import Sampler
+from model.staging import HostCopy, transport_for
 from model.step_splitter import SplitStep, compute_in_parts
 from model.threads import set_num_threads
 from scheduler.output import Candidate, Chunks, ModelRunnerOutput, NewRow, SchedulerOutput, TransferResult
@@ -31,6 +34,7 @@ class RunnerConfig:
     max_logits_rows: rows whose logits exist at once; more are computed in pieces.
     num_threads: CPU threads of a step (None: one a physical core).
     kernel_cache_dir: where compiled kernels are kept (None: the user's cache folder).
+    use_cuda_graphs: on CUDA pad decodes to a few shapes, whose graphs `capture_graphs` makes.
     """
 
     max_num_seqs: int
@@ -39,15 +43,16 @@ class RunnerConfig:
     max_logits_rows: int = 256
     num_threads: int | None = None
     kernel_cache_dir: Path | None = None
+    use_cuda_graphs: bool = False
 
 
 @dataclass(slots=True)
 class _Drawn:
-    """What one forward pass has drawn: ids int64 [num_sampled] on the device, and on the host where they arrive."""
+    """What one forward pass has drawn: ids int64 [num_sampled] on the device, and on their way to the host."""
 
     inputs: StepInputs
     ids: torch.Tensor
-    host_ids: torch.Tensor
+    host_ids: HostCopy
 
 
 @dataclass(slots=True)
@@ -60,11 +65,10 @@ class _Extras:
 
 @dataclass(slots=True)
 class PendingStep:
-    """A step that was launched: `step` is None where it computes nothing; `event` passes when `host_ids` are there."""
+    """A step that was launched: `step` is None where it computes nothing."""
 
     step: SplitStep[_Drawn] | None = None
     extras: _Extras = field(default_factory=_Extras)
-    event: torch.cuda.Event | None = None
     forward_s: float = 0.0
 
 
@@ -86,7 +90,15 @@ class ModelRunner:
         self._max_logits_rows = config.max_logits_rows
         vocab_size = decoder.config.vocab_size
         self._sampler = Sampler(min(config.sampled_vocab_size or vocab_size, vocab_size))
-        self._batch = InputBatch(config.max_num_seqs, config.max_model_len, kv_cache.block_size, decoder.device)
+        self._forward = ForwardPass(decoder, kv_cache)
+        self._transport = transport_for(decoder.device)
+        self._batch = InputBatch(
+            config.max_num_seqs,
+            config.max_model_len,
+            kv_cache.block_size,
+            decoder.device,
+            shapes=decode_shapes(config.max_num_seqs, config.max_model_len) if config.use_cuda_graphs else None,
+        )
         self.num_threads = set_num_threads(config.num_threads)
         set_cache_root(config.kernel_cache_dir)
 
@@ -111,8 +123,6 @@ class ModelRunner:
         pending = PendingStep()
         if output.chunks:
             pending.step = compute_in_parts(output.chunks, lambda chunks: self._compute_chunks(chunks, pending))
-            if self._device.type == "cuda":
-                pending.event = torch.cuda.current_stream(self._device).record_event()
         parts = [] if pending.step is None else pending.step.parts
         self._batch.drawn_on_device([(drawn.inputs, drawn.ids) for drawn in parts])
         self._last_launched = pending
@@ -125,12 +135,10 @@ class ModelRunner:
             # With nothing to compute, the next thing that can happen is that a copy ends.
             return ModelRunnerOutput({}, transfers=self._kv_cache.ended_transfers(is_waiting=True))
         started = time.perf_counter()
-        if pending.event is not None:
-            pending.event.synchronize()
+        arrived: list[tuple[_Drawn, IntArray]] = [(drawn, drawn.host_ids.numpy()) for drawn in pending.step.parts]
         self.last_forward_s = pending.forward_s + time.perf_counter() - started
         sampled: dict[str, int] = {}
-        for drawn in pending.step.parts:
-            token_ids: IntArray = drawn.host_ids.numpy()
+        for drawn, token_ids in arrived:
             self._batch.append_sampled(drawn.inputs, token_ids)
             sampled |= zip(drawn.inputs.sampled_ids, token_ids.tolist(), strict=True)
         if pending is self._last_launched:
@@ -145,24 +153,18 @@ class ModelRunner:
         inputs = self._batch.prepare(chunks)
         started = time.perf_counter()
         ids = self._compute(inputs, pending.extras)
-        host_ids = ids
-        if self._device.type == "cuda":
-            host_ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True).copy_(ids, non_blocking=True)
+        host_ids = HostCopy(ids, self._transport)
         pending.forward_s += time.perf_counter() - started
         return _Drawn(inputs, ids, host_ids)
 
     @torch.inference_mode()
     def _compute(self, inputs: StepInputs, extras: "_Extras") -> torch.Tensor:
         """The drawn ids, int64 [num_sampled]."""
-        decoder = self._decoder
-        context = ForwardContext(
-            decoder.cos_sin, inputs.positions, inputs.slot_mapping, self._kv_cache.blocks, inputs.meta
-        )
-        hidden = decoder.hidden(inputs.input_ids, context, inputs.logits_rows)
+        hidden = self._forward.hidden(inputs)
         pieces = []
         for start in range(0, len(hidden), self._max_logits_rows):
             end = min(start + self._max_logits_rows, len(hidden))
-            logits = decoder.logits(hidden[start:end])
+            logits = self._decoder.logits(hidden[start:end])
             pieces.append(self._sampler(logits, inputs.sampling.rows(start, end)))
             self._add_extras(extras, inputs, start, logits, pieces[-1])
         if not pieces:
@@ -186,6 +188,28 @@ class ModelRunner:
             rows = torch.from_numpy(wanted).to(logits.device)
             for at, found in zip(wanted, self._sampler.candidates(logits[rows], most), strict=True):
                 extras.candidates[inputs.sampled_ids[start + at]] = found[: num_candidates[at]]
+
+    @property
+    def num_graphs(self) -> int:
+        """Shapes of decodes that a captured graph computes."""
+        return self._forward.num_graphs
+
+    def capture_graphs(self, capture: Capture | None = None, num_shapes: int | None = None) -> bool:
+        """Capture a graph of each shape that decodes are padded to, or of the `num_shapes` largest.
+
+        Call it after `warm_up`, while no sequence has a row. False where there is nothing to capture, or it can't be
+        done, which the log tells: steps are then computed without.
+        """
+        shapes = self._batch.shapes
+        if shapes is None:
+            return False
+        wanted = shapes.largest_first()[:num_shapes]
+        is_captured = self._forward.capture(
+            wanted, self._batch.idle_decode, capture or CudaCapture(self._decoder.device)
+        )
+        if not is_captured:
+            self._batch.shapes = None
+        return is_captured
 
     def warm_up(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Load the kernels, then run a prompt and a decode, greedy and not, so that the first request is not slow.

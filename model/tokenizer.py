@@ -15,6 +15,8 @@ import tokenizers
 
 from model.chat_template import ChatTemplate
 from model.checkpoint_files import CheckpointKind, checkpoint_kind
+from model.dummy import dummy_config
+from model.dummy_tokenizer import dummy_parts
 from model.errors import ChatTemplateError, TokenizerError, UnsupportedModelError
 from model.gguf import GGUFFile
 from model.gguf_tokenizer import parts_from_gguf
@@ -38,13 +40,15 @@ class Tokenizer:
         )
 
     @classmethod
-    def from_checkpoint(cls, path: Path | str) -> "Tokenizer":
-        """The tokenizer of a .gguf file or of a directory with tokenizer.json.
+    def from_checkpoint(cls, path: Path | str, load_format: str = "auto") -> "Tokenizer":
+        """The tokenizer of a .gguf file or of a directory with tokenizer.json; dummy: if need be a stand-in.
 
         Raises ModelNotFoundError, CorruptCheckpointError, or UnsupportedModelError for a kind that can't be rebuilt
         exactly.
         """
         path = Path(path)
+        if load_format == "dummy" and not (path / "tokenizer.json").is_file():
+            return cls(dummy_parts(dummy_config(path).vocab_size))
         if checkpoint_kind(path) is CheckpointKind.DIRECTORY:
             return cls(parts_from_directory(path))
         return cls(parts_from_gguf(GGUFFile(path).metadata, path))

@@ -1,6 +1,7 @@
 """Which tensors a decoder of the Llama family is made of, under their Hugging Face names."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, MutableMapping
 
 import torch
@@ -48,6 +49,14 @@ def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+class LazyWeights(Mapping[str, torch.Tensor]):
+    """Tensors that are made, or read, anew each time one is asked for; shapes cost nothing."""
+
+    @abstractmethod
+    def shape_of(self, name: str) -> Shape:
+        """The shape of a tensor, without the tensor."""
+
+
 def check_weights(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> None:
     """Raises WeightsMismatchError that lists what is missing, unexpected or of another shape.
 
@@ -58,9 +67,9 @@ def check_weights(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> N
     missing = [name for name in expected if name not in weights]
     unexpected = [name for name in weights if name not in expected and not _is_redundant(name, config)]
     mis_shaped = [
-        f"{name} is {list(weights[name].shape)}, not {list(shape)}"
+        f"{name} is {list(_shape_of(name, weights))}, not {list(shape)}"
         for name, shape in expected.items()
-        if name in weights and tuple(weights[name].shape) != shape
+        if name in weights and _shape_of(name, weights) != shape
     ]
     found = [("missing", missing), ("unexpected", unexpected), ("of another shape", mis_shaped)]
     problems = [f"{kind}: {_listed(names)}" for kind, names in found if names]
@@ -69,6 +78,10 @@ def check_weights(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> N
             f"the weights don't fit the {config.architecture} of the configuration; {'; '.join(problems)}. "
             "Check that the weights and config.json are of one checkpoint"
         )
+
+
+def _shape_of(name: str, weights: Mapping[str, torch.Tensor]) -> Shape:
+    return weights.shape_of(name) if isinstance(weights, LazyWeights) else tuple(weights[name].shape)
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
@@ -121,11 +134,16 @@ def random_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torc
     weights: dict[str, torch.Tensor] = {}
     for name, shape in expected_shapes(config).items():
         tensor = torch.empty(shape, dtype=torch.float32)
-        if name.endswith("norm.weight"):
-            tensor.uniform_(0.5, 1.5, generator=generator)
-        elif name.endswith("bias"):
-            tensor.normal_(0.0, 0.1, generator=generator)
-        else:
-            tensor.normal_(0.0, 1.0 / math.sqrt(shape[1]), generator=generator)
+        fill_randomly(name, tensor, generator)
         weights[name] = tensor.to(dtype)
     return weights
+
+
+def fill_randomly(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Numbers of a trained model's magnitudes for the tensor of this name: each layer keeps the scale of its input."""
+    if name.endswith("norm.weight"):
+        tensor.uniform_(0.5, 1.5, generator=generator)
+    elif name.endswith("bias"):
+        tensor.normal_(0.0, 0.1, generator=generator)
+    else:
+        tensor.normal_(0.0, 1.0 / math.sqrt(tensor.shape[1]), generator=generator)

@@ -12,6 +12,7 @@ from model.config import ModelConfig
 from model.decoder import Decoder
 from model.determinism import batch_dependence
 from model.errors import ModelError
+from model.graph_memory import measure_graphs
 from model.kv_cache import KVCache, kv_block_bytes
 from model.loader import load_checkpoint, load_config
 from model.model_runner import ModelRunner, RunnerConfig
@@ -94,7 +95,7 @@ def _read_model(config: EngineConfig) -> _Model:
         raise StartupError(f"quantization is {config.quantization}: use {' or '.join(QUANTIZATIONS)}")
     path = Path(config.model_path)
     device = _pick_device(config.device)
-    model_config = load_config(path)
+    model_config = load_config(path, config.load_format)
     dtype = _pick_dtype(config.dtype, model_config, device)
     return _Model(path, model_config, device, dtype, kv_block_bytes(model_config, config.block_size, dtype))
 
@@ -105,9 +106,16 @@ def _build(config: EngineConfig, model: _Model, report: ProgressCallback) -> tup
     if config.deterministic and dependence is not None:
         raise StartupError(f"deterministic can't be kept: {dependence}, or turn deterministic off")
     context = longest_context(config, model_config)
-    tokenizer = Tokenizer.from_checkpoint(path)
+    tokenizer = Tokenizer.from_checkpoint(path, config.load_format)
     cache_dir = None if config.cache_dir is None else Path(config.cache_dir)
-    checkpoint = load_checkpoint(path, cache_dir=cache_dir, progress=report)
+    checkpoint = load_checkpoint(
+        path,
+        cache_dir=cache_dir,
+        dtype="auto" if config.load_format == "auto" else dtype_name(dtype),
+        progress=report,
+        load_format=config.load_format,
+        device=device,
+    )
     decoder = Decoder(
         model_config,
         checkpoint.weights,
@@ -124,10 +132,14 @@ def _build(config: EngineConfig, model: _Model, report: ProgressCallback) -> tup
         num_threads=config.num_threads,
         kernel_cache_dir=None if cache_dir is None else cache_dir / KERNEL_FOLDER,
     )
-    activation_bytes = None
+    activation_bytes, graph_bytes = None, 0
     if device.type == "cuda":
         activation_bytes = measure_activations(decoder, limits, config.block_size, batched_tokens)
-    num_blocks = pick_num_blocks(config, model.block_bytes, context, device, activation_bytes)
+        if config.cuda_graphs:
+            measured = measure_graphs(decoder, replace(limits, use_cuda_graphs=True), config.block_size)
+            limits = replace(limits, use_cuda_graphs=measured is not None)
+            graph_bytes = measured or 0
+    num_blocks = pick_num_blocks(config, model.block_bytes, context, device, activation_bytes, graph_bytes)
     max_model_len = fit_context(config, context, num_blocks)
     limits = replace(limits, max_model_len=max_model_len)
     num_swap_blocks = pick_num_swap_blocks(config, num_blocks, model.block_bytes, device)
@@ -142,6 +154,7 @@ def _build(config: EngineConfig, model: _Model, report: ProgressCallback) -> tup
     )
     runner = ModelRunner(decoder, kv_cache, limits)
     runner.warm_up(report)
+    runner.capture_graphs()
     if device.type == "cpu":  # it decides nothing here, so it can wait until the kernels are compiled
         activation_bytes = measure_activations(decoder, limits, config.block_size, batched_tokens)
     swap_rate = prefill_rate = None
@@ -180,14 +193,16 @@ def _build(config: EngineConfig, model: _Model, report: ProgressCallback) -> tup
         vocab_size=model_config.vocab_size,
         kv_bytes_per_block=model.block_bytes,
         device=device.type,
-        dtype=str(dtype).removeprefix("torch."),
-        fingerprint=_fingerprint(path, dtype, config.quantization, device, is_deterministic=dependence is None),
+        dtype=dtype_name(dtype),
+        fingerprint=_fingerprint(config, dtype, device, is_deterministic=dependence is None),
         pid=os.getpid(),
         num_swap_blocks=num_swap_blocks,
         swap_bytes_per_s=swap_rate,
         prefill_tokens_per_s=prefill_rate,
         activation_bytes=activation_bytes,
         batch_dependence=dependence,
+        num_cuda_graphs=runner.num_graphs,
+        graph_bytes=graph_bytes,
     )
     overlapping = _overlapping(config, runner, device)
     return Engine(scheduler, runner, check_invariants=config.check_invariants, overlapping=overlapping), info
@@ -218,9 +233,15 @@ def _pick_dtype(name: str, model_config: ModelConfig, device: torch.device) -> t
     return DTYPES[name]
 
 
-def _fingerprint(
-    path: Path, dtype: torch.dtype, quantization: str, device: torch.device, *, is_deterministic: bool
-) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As settings and checkpoints write it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _fingerprint(config: EngineConfig, dtype: torch.dtype, device: torch.device, *, is_deterministic: bool) -> str:
+    name = Path(config.model_path).stem
+    if config.load_format == "dummy":
+        name = f"dummy-{Path(config.model_path).name}"
     kept = "/deterministic" if is_deterministic else ""
-    numbers = str(dtype).removeprefix("torch.") + ("" if quantization == "none" else f"-{quantization}")
-    return f"{path.stem}/{numbers}/{device.type}/torch-{torch.__version__}{kept}"
+    numbers = dtype_name(dtype) + ("" if config.quantization == "none" else f"-{config.quantization}")
+    return f"{name}/{numbers}/{device.type}/torch-{torch.__version__}{kept}"

@@ -13,6 +13,8 @@ class EngineConfig:
     """How to build an engine.
 
     model_path: a folder with config.json and safetensors, or a GGUF file.
+    load_format: auto reads the weights; dummy makes random ones in the shapes of config.json, and a stand-in for a
+        tokenizer that isn't there.
     quantization: none, or int8: weights of linear layers and embeddings in a quarter of float32's bytes.
     max_model_len: tokens of one sequence; None takes the checkpoint's own context, or what the KV cache holds of it.
     num_kv_blocks: blocks of the KV cache; None sizes it from the memory at hand.
@@ -24,6 +26,7 @@ class EngineConfig:
     write_behind_mib: how much of likely victims' blocks a step may begin to copy to the CPU tier; 0 turns it off.
     swap_step_mib: how much a step may begin to copy each way between the tiers, so that a long sequence's swap holds
         nobody up; 0 is no limit, None is 256 on CUDA and 64 on the CPU.
+    cuda_graphs: on CUDA compute decodes by graphs captured at start; off is kernel by kernel.
     deterministic: refuse to start where a sequence's tokens could depend on who shares its batch.
     scheduling_policy: the order of sequences, one or more of fcfs, priority, deadline and fair with commas between.
     scheduler_delay_factor: prompts wait up to that many times a decode step for others to fill a step with.
@@ -34,6 +37,7 @@ class EngineConfig:
 
     model_path: str
     cache_dir: str | None = None
+    load_format: str = "auto"
     device: str = "auto"
     dtype: str = "auto"
     quantization: str = "none"
@@ -56,6 +60,7 @@ class EngineConfig:
     overlap_scheduling: bool | None = None
     check_invariants: str = "off"
     deterministic: bool = False
+    cuda_graphs: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ class EngineInfo:
     The rates are those by which `auto` chooses between swapping and recomputing; None where there is no CPU tier.
     batch_dependence: why a sequence's tokens may depend on who shares its batch; None where they don't.
     activation_bytes: what the largest step was measured to take beside weights and KV cache; None where it isn't known.
+    num_cuda_graphs, graph_bytes: graphs that were captured, and what they were expected to take beside the rest.
     """
 
     max_model_len: int
@@ -82,6 +88,8 @@ class EngineInfo:
     prefill_tokens_per_s: float | None = None
     activation_bytes: int | None = None
     batch_dependence: str | None = None
+    num_cuda_graphs: int = 0
+    graph_bytes: int = 0
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -11,6 +11,7 @@ def engine_config(settings: Settings, model_path: Path) -> EngineConfig:
     return EngineConfig(
         model_path=str(model_path),
         cache_dir=str(settings.cache_dir),
+        load_format=settings.load_format,
         device=settings.device,
         dtype=settings.dtype,
         quantization=settings.quantization,
@@ -27,6 +28,7 @@ def engine_config(settings: Settings, model_path: Path) -> EngineConfig:
         write_behind_mib=settings.write_behind_mib,
         swap_step_mib=settings.swap_step_mib,
         deterministic=settings.deterministic,
+        cuda_graphs=settings.cuda_graphs,
         scheduling_policy=settings.scheduling_policy,
         scheduler_delay_factor=settings.scheduler_delay_factor,
         target_itl_ms=settings.target_itl_ms,

@@ -40,6 +40,7 @@ class EngineSide:
     ) -> None:
         """`make_engine` is the kind that `settings.engine_mode` names, where it is None. `on_up`: jobs may come."""
         self._model_path = model_path
+        self._load_format = settings.load_format
         self._metrics = metrics
         self._queues: Sequence[ServedQueue] = ()
         self.gate = EngineGate(metrics, on_up=on_up)
@@ -65,7 +66,7 @@ class EngineSide:
 
         Raises StartupError.
         """
-        loading = asyncio.create_task(asyncio.to_thread(load_text_side, self._model_path))
+        loading = asyncio.create_task(asyncio.to_thread(load_text_side, self._model_path, self._load_format))
         try:
             info = await self.supervisor.start()
             tokenizer, eos_token_ids = await loading

@@ -88,12 +88,24 @@ def fit_context(config: EngineConfig, context: int, num_blocks: int) -> int:
 
 
 def pick_num_blocks(
-    config: EngineConfig, block_bytes: int, context: int, device: torch.device, activation_bytes: int | None
+    config: EngineConfig,
+    block_bytes: int,
+    context: int,
+    device: torch.device,
+    activation_bytes: int | None,
+    graph_bytes: int = 0,
 ) -> int:
-    """Blocks of the KV cache: what is set, or what the memory at hand suggests."""
+    """Blocks of the KV cache: what is set, or what the memory at hand suggests.
+
+    On CUDA what a step and the graphs take, which aren't there yet, is left free.
+    """
     is_cpu = device.type == "cpu"
     room = headroom()
-    free = max(0, room.num_bytes - REST_BYTES) if is_cpu else _free_cuda_bytes(config, device, activation_bytes or 0)
+    if is_cpu:
+        free = max(0, room.num_bytes - REST_BYTES)
+    else:
+        reserve = int(((activation_bytes or 0) + graph_bytes) * ACTIVATION_MARGIN)
+        free = _free_cuda_bytes(config, device, reserve)
     there_is = f"{left(room)}, of which a step takes {gib(REST_BYTES)}" if is_cpu else f"{gib(free)} are free"
     one_sequence = -(-context // config.block_size)
     if config.num_kv_blocks is not None:
@@ -150,11 +162,10 @@ def num_blocks_in(mib: float, block_bytes: int) -> int:
     return max(1, int(mib * (1 << 20)) // block_bytes) if mib else 0
 
 
-def _free_cuda_bytes(config: EngineConfig, device: torch.device, activation_bytes: int) -> int:
-    """What gpu_memory_utilization leaves for the KV cache beside the weights and the largest step's activations."""
+def _free_cuda_bytes(config: EngineConfig, device: torch.device, reserve: int) -> int:
+    """What gpu_memory_utilization leaves for the KV cache beside all that is there already, and the reserve."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    reserve = int(activation_bytes * ACTIVATION_MARGIN)
     return int(max(0, total * config.gpu_memory_utilization - (total - free) - reserve))
 
 

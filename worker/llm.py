@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import platformdirs
-
 from model.tokenizer import Tokenizer
 from scheduler.beam_intake import why_no_room
 from scheduler.output import FinishReason, SequenceStats
 from scheduler.sampling_params import SamplingParams
 from worker.choices import Choices
 from worker.demo_model import DEMO_MODEL_NAME, ensure_demo_model
+from worker.dummy_model import find_dummy_model
 from worker.engine import EngineRequest
 from worker.engine_builder import ProgressCallback, build_engine
 from worker.engine_config import EngineConfig
@@ -83,7 +82,8 @@ class Completion:
 class LLM:
     """An engine and its tokenizer. Not thread-safe.
 
-    model: a folder with config.json and safetensors, a GGUF file, or `smollm2`, which fetches the demo model.
+    model: a folder with config.json and safetensors, a GGUF file, or `smollm2`, which fetches the demo model. With
+        load_format dummy a folder with config.json, or a preset such as `Llama-3.1-8B`.
     cache_dir: where the demo model and converted weights are kept; default: the user's cache folder.
     options: the fields of EngineConfig (`block_size`, `num_kv_blocks`, `max_num_seqs`, ...).
 
@@ -98,11 +98,11 @@ class LLM:
         progress: ProgressCallback | None = None,
         **options: Any,
     ) -> None:
-        cache = Path(cache_dir) if cache_dir is not None else platformdirs.user_cache_path("pagemill")
-        path = ensure_demo_model(cache, progress) if model == DEMO_MODEL_NAME else Path(model)
+        cache = Path(cache_dir) if cache_dir is not None else _user_cache()
+        path = _find(model, options.get("load_format", "auto"), cache, progress)
         config = EngineConfig(model_path=str(path), cache_dir=str(cache), **options)
         self.engine, self.info = build_engine(config, progress=progress)
-        self.tokenizer = Tokenizer.from_checkpoint(path)
+        self.tokenizer = Tokenizer.from_checkpoint(path, config.load_format)
         self._ids = itertools.count()
 
     def __enter__(self) -> Self:
@@ -207,6 +207,18 @@ class _Run:
         scores = [hypothesis.score for hypothesis in found] if found else [None] * len(best)
         choices = tuple([_choice_of(generation, score) for generation, score in zip(best, scores, strict=True)])
         return Completion(self.prompt, self.prompt_ids, choices, self.choices.stats)
+
+
+def _user_cache() -> Path:
+    import platformdirs  # an engine with a folder of its own runs without it
+
+    return platformdirs.user_cache_path("pagemill")
+
+
+def _find(model: str, load_format: str, cache: Path, progress: ProgressCallback | None) -> Path:
+    if load_format == "dummy":
+        return find_dummy_model(model)
+    return ensure_demo_model(cache, progress) if model == DEMO_MODEL_NAME else Path(model)
 
 
 def _choice_of(generation: Generation, score: float | None) -> Choice:

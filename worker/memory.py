@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
 CGROUP = Path("/sys/fs/cgroup")
 PROC = Path("/proc/self")
 ADDRESS_SPACE = "the limit of the address space (ulimit -v)"
@@ -26,10 +24,23 @@ class Headroom(NamedTuple):
 
 def headroom(cgroup: Path = CGROUP, proc: Path = PROC) -> Headroom:
     """The tightest of all limits: free memory, cgroups (v2 and v1, nested ones too), and ulimit -v and -d."""
-    free: int = psutil.virtual_memory().available
-    limits = [Headroom(free, "the machine's memory"), *_cgroup_headroom(cgroup, proc), *_process_headroom(proc)]
+    limits = [
+        Headroom(_free_bytes(), "the machine's memory"),
+        *_cgroup_headroom(cgroup, proc),
+        *_process_headroom(proc),
+    ]
     tightest = min(limits, key=lambda limit: limit.num_bytes)
     return tightest._replace(num_bytes=max(0, tightest.num_bytes))
+
+
+def _free_bytes() -> int:
+    """Of the whole machine. An engine runs on Linux without psutil."""
+    try:
+        import psutil
+    except ImportError:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    return int(psutil.virtual_memory().available)
 
 
 def available_bytes() -> int:

@@ -134,6 +134,8 @@ class Settings(BaseSettings):
     )
     """Folder for the demo model, converted weights and compiled kernels."""
 
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy` computes with random weights in the shapes of a config.json, or of a preset such as Llama-3.1-8B."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs. `auto` takes CUDA where there is a device."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -184,6 +186,8 @@ class Settings(BaseSettings):
     """Decide the next step while this one is computed, so that the GPU doesn't wait for it."""
     deterministic: bool = False
     """Start only where a job's tokens can't depend on what else runs: float32 on the CPU with compiled kernels."""
+    cuda_graphs: bool = True
+    """On CUDA compute decodes by graphs captured at start. Off is kernel by kernel, which is for debugging."""
     engine_mode: Literal["process", "inprocess"] = "process"
     """Run the engine in a process of its own, or inside the service, which is for debugging."""
     check_invariants: Literal["off", "idle", "step"] = "off"

@@ -16,6 +16,7 @@ from ops.bench.parts import (
     NumberList,
     cache_dir_option,
     engine_mode_option,
+    load_format_option,
     model_option,
     seed_option,
     svg_option,
@@ -52,6 +53,7 @@ _SIGMA = click.FloatRange(min=0, max=3)
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
 )
 @model_option
+@load_format_option
 @click.option("--quick", is_flag=True, help="A small run, to see that everything works: its figures mean little.")
 @click.option("--workload", type=click.Choice(list(PRESETS)), default=DEFAULT, help="Which requests; see below.")
 @click.option("--batches", type=NumberList(), help="Sequences in flight at once, one run each.  [default: 1,8,32]")

@@ -23,8 +23,8 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
     """Everything, measured: the report. Progress goes to stderr. Raises PagemillError with one line."""
     started = time.monotonic()
     found, missing = find_wanted_peers(options)
-    path = checkpoint_path(options.model, Path(options.cache_dir))
-    config = read_config(path)
+    path = checkpoint_path(options.model, Path(options.cache_dir), options.load_format)
+    config = read_config(path, options.load_format)
     machine = machine_facts()
     for line in warnings_of(machine, []):
         say(f"warning: {line}")
@@ -81,13 +81,13 @@ def _tell_the_rest(report: dict[str, Any]) -> None:
     say(f"took {report['took_s']:.0f} s")
 
 
-def read_config(path: Path) -> ModelConfig:
+def read_config(path: Path, load_format: str = "auto") -> ModelConfig:
     """The checkpoint's configuration. Raises BenchError."""
     from model.errors import ModelError
     from model.loader import load_config
 
     try:
-        return load_config(path)
+        return load_config(path, load_format)
     except ModelError as error:
         raise BenchError(str(error)) from error
 

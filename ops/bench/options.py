@@ -44,6 +44,7 @@ class BenchOptions:
     cache_dir: str
     is_quick: bool
     measures_steps: bool
+    load_format: str = "auto"
 
     def num_requests_of(self, batch: int) -> int:
         """How many requests of the list are run at this batch."""
@@ -58,6 +59,7 @@ class BenchOptions:
         """What EngineConfig is told, but for the checkpoint and what depends on the batch."""
         config = {
             "cache_dir": self.cache_dir,
+            "load_format": self.load_format,
             "device": self.device,
             "dtype": self.dtype,
             "block_size": self.block_size,

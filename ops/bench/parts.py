@@ -22,6 +22,12 @@ COUNT: Final = click.IntRange(min=1)
 model_option = click.option(
     "--model", default="smollm2", help="Checkpoint folder, GGUF file, or `smollm2`, the demo model."
 )
+load_format_option = click.option(
+    "--load-format",
+    type=click.Choice(["auto", "dummy"]),
+    default="auto",
+    help="`dummy` takes random weights in the shapes of a config.json, or of a preset such as Llama-3.1-8B.",
+)
 num_threads_option = click.option(
     "--num-threads", type=COUNT, help="CPU threads of the engine.  [default: one per core]"
 )
@@ -113,11 +119,14 @@ def cache_folder(given: str | None) -> Path:
     return Path(given) if given else platformdirs.user_cache_path("pagemill")
 
 
-def checkpoint_path(model: str, cache_dir: Path) -> Path:
+def checkpoint_path(model: str, cache_dir: Path, load_format: str = "auto") -> Path:
     """Where the checkpoint lies; the demo model is fetched if it isn't there yet. Raises StartupError."""
     from ops.progress import progress_reporter
     from worker.demo_model import DEMO_MODEL_NAME, ensure_demo_model
+    from worker.dummy_model import find_dummy_model
 
+    if load_format == "dummy":
+        return find_dummy_model(model)
     if model != DEMO_MODEL_NAME:
         return Path(model)
     with progress_reporter() as progress:

@@ -4,6 +4,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+from ops.bench.errors import BenchError
 from ops.bench.measure import PeerSide, say
 from ops.bench.options import BenchOptions
 from ops.bench.peers.catalog import FoundPeer, find_peers
@@ -52,6 +53,8 @@ def _words(
 ) -> dict[str, Any]:
     """What the peer's module is told."""
     where = {"model_path": str(path), "cache_dir": options.cache_dir}
+    if options.load_format == "dummy" and "transformers" not in found.kind.name:
+        raise BenchError(f"{found.kind.name} reads a checkpoint: with --load-format dummy compare with transformers")
     if found.kind.name == "llamacpp":
         return where | {
             "weights": options.llamacpp_weights,
@@ -62,7 +65,7 @@ def _words(
         with SideProcess("the writer of a folder for vLLM", "ops.bench.peers.hf_folder", where) as writer:
             folder = writer.ask("path")
         return common | {"model_path": folder, "max_batch": max_batch, "shares_prefix": options.num_shared > 0}
-    return where | common
+    return where | common | {"load_format": options.load_format}
 
 
 def measure_limits(common: dict[str, Any]) -> dict[str, Any]:

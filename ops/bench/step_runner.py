@@ -27,11 +27,14 @@ class StepRunner:
     def __init__(self, config: EngineConfig, cases: "tuple[StepCase, ...]") -> None:
         from ops.bench.steps import NUM_STEPS, itemsize_of
 
-        checkpoint = load_checkpoint(
-            config.model_path, cache_dir=None if config.cache_dir is None else Path(config.cache_dir)
-        )
         is_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
         device = torch.device("cuda" if is_cuda else "cpu")
+        checkpoint = load_checkpoint(
+            config.model_path,
+            cache_dir=None if config.cache_dir is None else Path(config.cache_dir),
+            load_format=config.load_format,
+            device=device,
+        )
         own_dtype = checkpoint.config.dtype if is_cuda else "float32"
         dtype = DTYPES[own_dtype if config.dtype == "auto" else config.dtype]
         quantization = getattr(config, "quantization", "none")

@@ -14,6 +14,7 @@ from ops.first_message import show_start
 from ops.progress import ProgressReporter, progress_reporter
 from ops.settings_doc import accepted_by
 from ops.stopping import clearing_up
+from worker.dummy_model import find_dummy_model
 from worker.embedded import EmbeddedServer
 from worker.errors import StartupError
 from worker.logs import configure_logging, is_json, say
@@ -114,6 +115,8 @@ def tell_stop(num_jobs: int, is_again: bool, settings: Settings) -> None:
 
 def find_model(settings: Settings, progress: ProgressReporter) -> Path:
     """The model's folder or file; the demo model is fetched first. Raises StartupError if there is none."""
+    if settings.load_format == "dummy":
+        return find_dummy_model(settings.model)
     if settings.model == DEMO_MODEL and not Path(DEMO_MODEL).exists():
         from worker.demo_model import ensure_demo_model
 

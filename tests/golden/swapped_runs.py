@@ -30,14 +30,25 @@ class SwappedRun:
 
 
 def run_swapped(
-    model: str, prompts: dict[str, list[int]], num_new_tokens: int, num_kv_blocks: int, num_swap_blocks: int
+    model: str,
+    prompts: dict[str, list[int]],
+    num_new_tokens: int,
+    num_kv_blocks: int,
+    num_swap_blocks: int,
+    **more: Any,
 ) -> SwappedRun:
     """Serve all prompts at once. Nothing is found in the device's prefix cache, so every block is copied both ways.
 
     A leader that is not of them runs all the time, since a leader is never preempted.
+    `more` are fields of EngineConfig.
     """
     greedy = SamplingParams(temperature=0, max_tokens=num_new_tokens, ignore_eos=True)
-    options: dict[str, Any] = {"preemption_mode": "swap", "enable_prefix_caching": False, "check_invariants": "step"}
+    options: dict[str, Any] = {
+        "preemption_mode": "swap",
+        "enable_prefix_caching": False,
+        "check_invariants": "step",
+        **more,
+    }
     with LLM(model, num_kv_blocks=num_kv_blocks, num_swap_blocks=num_swap_blocks, **options) as llm:
         engine, scheduler = llm.engine, llm.engine.scheduler
         room = scheduler.max_num_tokens - 3

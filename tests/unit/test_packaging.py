@@ -32,7 +32,7 @@ def test_the_wheel_holds_every_file_that_runs(tmp_path: Path) -> None:
         path.relative_to(ROOT).as_posix()
         for name in PACKAGES
         for path in (ROOT / name).rglob("*")
-        if path.suffix in (".py", ".lua") and "__pycache__" not in path.parts
+        if path.suffix in (".py", ".lua", ".json") and "__pycache__" not in path.parts
     }
     assert built == files
     code = "import worker.streams.scripts as s; print(s.__file__); [s._Script(name) for name in s.SCRIPT_NAMES]"

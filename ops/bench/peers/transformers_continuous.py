@@ -29,13 +29,20 @@ class ContinuousPeer:
     """A StreamingPeer. Its thread runs while it plays, and is gone while it sleeps."""
 
     def __init__(
-        self, model_path: str, cache_dir: str | None, dtype: str, device: str, num_threads: int | None
+        self,
+        model_path: str,
+        cache_dir: str | None,
+        dtype: str,
+        device: str,
+        num_threads: int | None,
+        load_format: str = "auto",
     ) -> None:
         self._path = Path(model_path)
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
         self._dtype = dtype
         self._device = device
         self._num_threads = num_threads
+        self._load_format = load_format
         self._model: Any = None
         self._config: Any = None
 
@@ -45,7 +52,9 @@ class ContinuousPeer:
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
         if self._model is None:
-            self._model = load_model(self._path, self._cache_dir, self._dtype, self._device, self._num_threads)
+            self._model = load_model(
+                self._path, self._cache_dir, self._dtype, self._device, self._num_threads, self._load_format
+            )
         self._model.destroy_cached_continuous_batching_manager()
         self._config = ContinuousBatchingConfig(
             page_size=PAGE_TOKENS,

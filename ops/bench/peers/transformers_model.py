@@ -14,13 +14,19 @@ if TYPE_CHECKING:
 PAD_ID: Final = 0
 
 
-def load_model(path: Path, cache_dir: Path | None, dtype: str, device: str, num_threads: int | None) -> Any:
+def load_model(
+    path: Path, cache_dir: Path | None, dtype: str, device: str, num_threads: int | None, load_format: str = "auto"
+) -> Any:
     """The checkpoint's model, ready to generate. num_threads: of torch in this process; None leaves them."""
     import torch
 
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    checkpoint = load_checkpoint(path, cache_dir=cache_dir)
+    # Random weights of another dtype, or made on another device, would be others than our engine's.
+    given: dict[str, Any] = {}
+    if load_format != "auto":
+        given = {"load_format": load_format, "dtype": dtype, "device": device}
+    checkpoint = load_checkpoint(path, cache_dir=cache_dir, **given)
     return build_model(checkpoint.config, checkpoint.weights, getattr(torch, dtype)).to(device)
 
 

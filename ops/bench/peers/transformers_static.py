@@ -28,13 +28,20 @@ class TransformersPeer:
     """A model of `transformers`, in this process."""
 
     def __init__(
-        self, model_path: str, cache_dir: str | None, dtype: str, device: str, num_threads: int | None
+        self,
+        model_path: str,
+        cache_dir: str | None,
+        dtype: str,
+        device: str,
+        num_threads: int | None,
+        load_format: str = "auto",
     ) -> None:
         self._path = Path(model_path)
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
         self._dtype = dtype
         self._device = device
         self._num_threads = num_threads
+        self._load_format = load_format
         self._model: Any = None
 
     def prepare(self, batch: int = 1, num_kv_tokens: int = 0) -> dict[str, Any]:
@@ -42,7 +49,9 @@ class TransformersPeer:
         import torch
 
         if self._model is None:
-            self._model = load_model(self._path, self._cache_dir, self._dtype, self._device, self._num_threads)
+            self._model = load_model(
+                self._path, self._cache_dir, self._dtype, self._device, self._num_threads, self._load_format
+            )
         return {
             "threads": torch.get_num_threads(),
             "attention": self._model.config._attn_implementation,
@@ -95,7 +104,7 @@ class TransformersPeer:
         """
         import torch
 
-        vocab_size = Tokenizer.from_checkpoint(self._path).vocab_size
+        vocab_size = Tokenizer.from_checkpoint(self._path, self._load_format).vocab_size
         with torch.inference_mode():
             known = torch.tensor([prompt_ids + ids[:-1]], device=self._device)
             logits = self._model(known).logits[0, len(prompt_ids) - 1 :, :vocab_size].float()

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from worker.engine_builder import build_engine
 from worker.engine_config import EngineConfig, EngineInfo
+from worker.engine_sizes import pick_num_blocks
 from worker.errors import StartupError
 from worker.memory import Headroom
 from worker.startup_memory import REST_BYTES, need_on_cpu
@@ -122,3 +124,12 @@ def test_a_mapped_file_counts_where_the_address_space_is_limited(monkeypatch: py
 @pytest.mark.parametrize("changes", [{"num_swap_blocks": 10**9}, {"swap_space_gib": 1e5}])
 def test_a_swap_space_beyond_the_memory_is_refused(config: EngineConfig, changes: dict[str, Any]) -> None:
     assert re.search(r"use at most \d+ blocks \(num_swap_blocks\), or", refusal_of(replace(config, **changes)))
+
+
+def test_on_cuda_activations_and_graphs_are_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1,000 MiB, of which 300 are in use, 0.88 less 1.2 times what is to come."""
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (700 * MIB, 1000 * MIB))
+    config, cuda = EngineConfig("model", max_num_seqs=10_000), torch.device("cuda")
+    sizes = [pick_num_blocks(config, MIB, 4096, cuda, 100 * MIB, graphs * MIB) for graphs in (0, 50)]
+    assert sizes == [880 - 300 - 120, 880 - 300 - 180]

@@ -205,7 +205,8 @@ def test_a_step_that_is_split_and_a_row_without_a_number_end_as_with_one_step_af
     def disturbed(engine: Engine) -> tuple[Tokens, dict[str, SequenceOutput]]:
         runner = engine.runner
         assert isinstance(runner, ModelRunner)
-        runner._decoder = Disturbed(runner._decoder, 4, poison)  # type: ignore[assignment]
+        disturbed = Disturbed(runner._decoder, 4, poison)
+        runner._decoder = runner._forward.decoder = disturbed  # type: ignore[assignment]
         return served(engine, requests)
 
     expected, ends = disturbed(build_engine(config)[0])

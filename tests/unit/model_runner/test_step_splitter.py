@@ -88,8 +88,8 @@ def serve(engine: Engine, requests: list[EngineRequest]) -> tuple[dict[str, list
 def short_engine(config: EngineConfig, max_tokens: int, error: Exception) -> tuple[Engine, ShortOfMemory]:
     engine = build_engine(config)[0]
     assert isinstance(engine.runner, ModelRunner)
-    short = ShortOfMemory(engine.runner._decoder, max_tokens, error)
-    engine.runner._decoder = short  # type: ignore[assignment]
+    short = ShortOfMemory(engine.runner._forward.decoder, max_tokens, error)
+    engine.runner._forward.decoder = short  # type: ignore[assignment]
     return engine, short
 
 

@@ -1,0 +1,18 @@
+"""Tests that need a CUDA device. In a rehearsal they run on the CPU, so that no line of them is run on a GPU first."""
+
+import os
+
+import pytest
+import torch
+
+IS_REHEARSED = os.environ.get("PAGEMILL_GPU_CHECK") == "rehearse"
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """What the test runs on."""
+    if IS_REHEARSED:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return torch.device("cuda")

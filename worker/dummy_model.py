@@ -1,0 +1,15 @@
+"""Finds the shapes that random weights are made in."""
+
+from pathlib import Path
+
+from model.dummy import dummy_model_path
+from model.errors import ModelError
+from worker.errors import StartupError
+
+
+def find_dummy_model(model: str) -> Path:
+    """The folder whose config.json says them: `model` names it, or a preset. Raises StartupError."""
+    try:
+        return dummy_model_path(model)
+    except ModelError as error:
+        raise StartupError(str(error)) from error
