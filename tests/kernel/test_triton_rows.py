@@ -191,7 +191,7 @@ from kernels.kv_cache_write import rope_and_write
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.activation import silu_and_mul
 
-# Address space that costs no memory, 40 GiB of it: more than 2^32 words of 8 bytes.
+# Address space that costs no memory, 40 GiB of it. Strides fit into 32 bits, times 3 they do not.
 MAP_NORESERVE = 0x4000  # Linux's number for it
 space = mmap.mmap(-1, 40 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
 memory = torch.frombuffer(space, dtype=torch.int64)
@@ -207,14 +207,14 @@ scatter_blocks(staging + 1, torch.tensor([2, 4]), few)
 assert torch.equal(few[4], few[3] + 1)
 
 floats = memory.view(torch.float32)
-cache = torch.as_strided(floats, (4, 1, 2, 8, 1, 16), (1 << 31, 256, 128, 16, 16, 1))
+cache = torch.as_strided(floats, (4, 1, 2, 8, 1, 16), (1 << 30, 256, 128, 16, 16, 1))
 qkv = torch.randn(1, 64)
 one = torch.tensor([0])
 table = torch.cat((torch.ones(1, 8), torch.zeros(1, 8)), dim=1)
 rope_and_write(qkv, table, one, torch.tensor([3 * 8 + 5]), cache, 0, 2, 1)
 assert torch.equal(cache[3, 0, :, 5, 0], qkv[0, 32:].view(2, 16))
 
-far = torch.as_strided(floats, (4, 64), (1 << 31, 1))
+far = torch.as_strided(floats, (4, 64), (1 << 30, 1))
 far[3] = torch.randn(64)
 for row in (0, 1, 2):
     far[row] = 1.0
