@@ -4,7 +4,8 @@ In the order in which to read: `sequence` (one request), `block_pool`, `block_ta
 `kv_cache_manager` (memory), `policy`, `account`, `policy_fair`, `waiting_queue` and `preemption` (who comes first, who
 gives way), `step_pace`, `latency_guard`, `admission_delay` and `deadlines` (what follows from the time that steps
 take), `queues` and `roster` (who is where, who is in), `step_adder` (one step in the making), `serving`, `admission`,
-`write_behind` and `progress` (its parts), `scheduler` (all of it together), `invariants` (what always holds).
+`write_behind` and `progress` (its parts), `lookahead` (a step decided ahead), `scheduler` (all of it together),
+`invariants` (what always holds).
 `output` is what it says to the others; docs/scheduler.md tells why it is so.
 """
 
