@@ -14,6 +14,8 @@ INSTALL: Final = "matplotlib isn't installed, which draws the pictures: pip inst
 ALONE: Final = {kind.alone for kind in KINDS if kind.alone != kind.label}
 # Inches.
 SIZE: Final = (6.4, 3.6)
+# How far an axis from zero goes above the largest value.
+HEADROOM: Final = 1.05
 # Without them the same result would give another file each time.
 STYLE: Final = {"svg.hashsalt": "pagemill", "svg.fonttype": "none", "font.family": "sans-serif"}
 METADATA: Final = {"Date": None, "Creator": None}
@@ -78,7 +80,7 @@ def _draw(picture: Picture, path: Path) -> Path:
         if picture.log_y:
             axes.set_yscale("log")
         else:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, HEADROOM * max(value for series in picture.series for value in series.y))
         axes.set(title=picture.title, xlabel=picture.x_label, ylabel=picture.y_label)
         axes.grid(visible=True, alpha=0.3)
         if len(picture.series) > 1:

@@ -80,7 +80,7 @@ def test_a_sweep_serves_the_same_requests_at_each_rate(tmp_path: Path, capsys: p
     assert [line.split("\t")[:2] for line in lines[1:-1]] == [["10", "pagemill"], ["40", "pagemill"]]
     assert main(["tables", str(tmp_path / "rates.json")]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert [line.split(" | ")[0] for line in table] == ["| requests/s", "| ---", "| 10", "| 40"]
+    assert [line.split(" | ")[0] for line in table] == ["| requests/s", "| ---", "| 10", "| 40", ""]
     for rate, least_s in zip(report["rates"], (0.4, 0.1), strict=True):
         found = rate["engines"]["pagemill"]
         # The last request comes after so long, and the sweep never waits for one before it.
