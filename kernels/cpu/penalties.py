@@ -35,7 +35,9 @@ def _count(tokens: int, num_prompt: int, num_tokens: int, vocab: int, counts: in
 
 
 @helper
-def _penalised(logit: float, count: int, repetition: float, frequency: float, presence: float) -> float:
+def _penalised(
+    logit: np.float32, count: int, repetition: np.float32, frequency: np.float32, presence: np.float32
+) -> np.float32:
     logit = logit / repetition if logit > 0 else logit * repetition
     if count > 1:
         logit = logit - frequency * np.float32(count >> 1)

@@ -1,5 +1,7 @@
 """Penalties: what the field's definitions say, in all implementations, whatever the tokens of the sequences are."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -82,8 +84,7 @@ def test_neutral_penalties_leave_every_bit() -> None:
     logits[0, 3:6] = torch.tensor([torch.nan, -torch.inf, -0.0])
     before, penalties = logits.clone(), some_penalties(2)
     ones, zeros = torch.ones(2), torch.zeros(2)
-    columns = (penalties.token_ids, *penalties.columns[:3])
-    apply_penalties(logits, Penalties(*columns, ones, zeros, zeros))
+    apply_penalties(logits, replace(penalties, repetition=ones, frequency=zeros, presence=zeros))
     assert torch.equal(logits.view(torch.int32), before.view(torch.int32))
 
 
