@@ -84,6 +84,7 @@ def rope_and_write(
             f"qkv is {tuple(qkv.shape)} for {num_heads} heads and {num_kv_heads} KV heads,"
             f" the cache {tuple(kv_cache.shape)}: their head counts or sizes differ"
         )
+    _check_places(qkv, cos_sin, positions, slot_mapping, kv_cache, layer)
     _check_scales(kv_cache, k_scale, v_scale)
     if _takes_triton(qkv, kv_cache):
         from kernels.gpu.kv_cache_write import launch_rope_and_write
@@ -104,6 +105,32 @@ def rope_and_write(
     rotated = rotate_heads(heads[:, :num_rotated], cos_sin, positions)
     write_kv(rotated[:, num_heads:], heads[:, num_rotated:], slot_mapping, kv_cache, layer, k_scale, v_scale)
     return rotated[:, :num_heads].contiguous()
+
+
+def _check_places(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+) -> None:
+    """Raise KernelInputError where a shape or dtype would lead into other memory. Looks at no contents."""
+    num_layers, head_dim = kv_cache.shape[1], kv_cache.shape[5]
+    if not 0 <= layer < num_layers:
+        raise KernelInputError(f"layer is {layer}, and the cache has layers 0 to {num_layers - 1}")
+    if not positions.shape == slot_mapping.shape == qkv.shape[:1]:
+        raise KernelInputError(
+            f"positions are {tuple(positions.shape)} and slot_mapping {tuple(slot_mapping.shape)}:"
+            f" each of the {qkv.shape[0]} tokens has one of either"
+        )
+    if kv_cache.dtype is not qkv.dtype and kv_cache.dtype is not FP8:
+        raise KernelInputError(f"qkv is {qkv.dtype}, the cache {kv_cache.dtype}: it must be of that dtype or {FP8}")
+    if cos_sin.ndim != 2 or cos_sin.dtype is not torch.float32 or cos_sin.shape[1] % 2 or cos_sin.shape[1] > head_dim:
+        raise KernelInputError(
+            f"cos_sin is {cos_sin.dtype} {tuple(cos_sin.shape)}; it must be float32 [positions, rotary_dim], an even"
+            f" number of up to {head_dim} columns"
+        )
 
 
 def _check_scales(kv_cache: torch.Tensor, k_scale: float, v_scale: float) -> None:

@@ -20,6 +20,15 @@ ARCHITECTURES: Final = {
 }
 """The decoders that ModelConfig expresses exactly, by the model type that config.json names."""
 
+# What other families of decoders compute, by config.json's names, and the values that change nothing. Where one of ours
+# names it with another value, its weights were trained with it: no layer of ours has it.
+_UNCOMPUTED: Final = {
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "alibi"), (None, 0)),
+    **dict.fromkeys(
+        ("logits_scaling", "logit_scale", "embedding_multiplier", "residual_multiplier"),
+        (None, 0, 1),
+    ),
+}
 # What transformers takes for a value that config.json leaves out.
 _DEFAULT_POSITIONS: Final = {"LlamaForCausalLM": 2048, "MistralForCausalLM": 131072, "Qwen2ForCausalLM": 32768}
 _MISTRAL_WINDOW: Final = 4096
@@ -74,6 +83,7 @@ def config_from_directory(directory: Path, default_dtype: str = "float32") -> Mo
     values = _Values(read_json(path), str(path))
     architecture = _architecture(values)
     _refuse_quantized(values)
+    _refuse_uncomputed(values)
     hidden_size, num_heads = values.count("hidden_size"), values.count("num_attention_heads")
     config = ModelConfig(
         vocab_size=values.count("vocab_size"),
@@ -201,6 +211,14 @@ def _refuse_quantized(values: _Values) -> None:
         raise UnsupportedModelError(
             f"{values.origin}: weights quantised by {method!r} aren't read: use the original checkpoint or a GGUF file"
         )
+
+
+def _refuse_uncomputed(values: _Values) -> None:
+    for name, neutral in _UNCOMPUTED.items():
+        if values.get(name) not in neutral:
+            raise UnsupportedModelError(
+                f"{values.origin}: {name} is {values.get(name)!r}, which no layer here computes: use another model"
+            )
 
 
 def _refuse_window(values: _Values, config: ModelConfig) -> None:

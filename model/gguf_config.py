@@ -32,6 +32,13 @@ _LAYER_NAMES: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Of other families; 0 or 1 is nothing.
+_UNCOMPUTED: Final = {
+    **dict.fromkeys(
+        ("attn_logit_softcapping", "final_logit_softcapping", "attention.max_alibi_bias", "attention.scale"), (None, 0)
+    ),
+    **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), (None, 0, 1)),
+}
 _LAYER_PATTERN: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _DTYPES: Final = {"F16": "float16", "BF16": "bfloat16"}
 
@@ -139,6 +146,11 @@ class _Values:
 
 def _refuse_unexpressed(values: _Values) -> None:
     name = values.file.path.name
+    for key, neutral in _UNCOMPUTED.items():
+        if values.get(key) not in neutral:
+            raise UnsupportedModelError(
+                f"{name}: {key} is {values.get(key)!r}, which isn't computed: use another model"
+            )
     if values.get("expert_count"):
         raise UnsupportedModelError(f"{name} is a mixture of {values.get('expert_count')} experts: use a dense model")
     window, context = values.get("attention.sliding_window"), values.count("context_length")

@@ -11,7 +11,7 @@ from ops.bench.workload import Lengths, WorkloadShape
 
 ITEMSIZES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Bytes of a weight where the engine keeps weights in another type than it computes in: of int8 each group of 32 has a
-# float32 scale.
+# scale and a minimum in float16.
 QUANTIZED_ITEMSIZES: Final = {"int8": 1.125}
 # The type of llama.cpp's weights beside each of ours.
 LLAMACPP_WEIGHTS: Final = {"none": "F32", "int8": "Q8_0"}

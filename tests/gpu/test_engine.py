@@ -80,21 +80,30 @@ def test_sequences_that_are_swapped_every_few_tokens_give_the_same(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_overlapping_graphs_draw_the_tokens_that_kernels_one_by_one_draw(
+def test_overlapping_steps_draw_the_tokens_that_steps_one_by_one_draw(
     device: torch.device, folder: Path, dtype: str
 ) -> None:
-    """Of random weights in the shapes of a real model; batches of all sizes as sequences end."""
+    """Of random weights in the shapes of a real model; batches of all sizes as sequences end.
+
+    With graphs, and kernel by kernel. Between the two, batches are padded or not, for which a product in half precision
+    may take another order of sums: nearly all of the first tokens that a graph computes are the same, not every one.
+    """
     model = "SmolLM2-135M" if device.type == "cuda" else str(folder)
     rng = random.Random(SEED)
     prompts = [[rng.randrange(200) for _ in range(rng.randrange(1, 90))] for _ in range(13)]
     params = [SamplingParams(temperature=0, max_tokens=5 + 3 * n, ignore_eos=True) for n in range(13)]
     params[4] = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=40, ignore_eos=True)
-    params[5] = SamplingParams(temperature=0, repetition_penalty=1.3, frequency_penalty=0.2, max_tokens=40)
-    made = []
+    penalties: dict[str, Any] = {"repetition_penalty": 1.3, "frequency_penalty": 0.2}
+    params[5] = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, **penalties)
+    second = []
     for cuda_graphs in (True, False):
-        options: dict[str, Any] = {"load_format": "dummy", "dtype": dtype, "cuda_graphs": cuda_graphs}
-        options["overlap_scheduling"] = cuda_graphs
-        with LLM(model, device=device.type, cache_dir=folder, num_kv_blocks=400, max_num_seqs=13, **options) as llm:
-            made.append([completion.token_ids for completion in llm.generate(prompts, params)])
-    assert made[0] == made[1]
-    assert any(len(set(ids)) > 3 for ids in made[0])
+        made = []
+        for overlaps in (True, False):
+            options: dict[str, Any] = {"load_format": "dummy", "dtype": dtype, "cuda_graphs": cuda_graphs}
+            options["overlap_scheduling"] = overlaps
+            with LLM(model, device=device.type, cache_dir=folder, num_kv_blocks=400, max_num_seqs=13, **options) as llm:
+                made.append([completion.token_ids for completion in llm.generate(prompts, params)])
+        assert made[0] == made[1]
+        assert any(len(set(ids)) > 3 for ids in made[0])
+        second.append([ids[:2] for ids in made[0]])
+    assert sum(one == other for one, other in zip(*second, strict=True)) >= 10

@@ -90,6 +90,36 @@ def test_bfloat16_is_rotated_in_float32() -> None:
     assert error(kv_cache, wanted_cache) < 4e-3
 
 
+def test_of_two_tokens_for_one_slot_one_stays_whole() -> None:
+    qkv, kv_cache = inputs(64, num_tokens=3)
+    positions, slots = torch.arange(3), torch.tensor([21, 4, 21])
+    rope_and_write(qkv, cos_sin_table(64), positions, slots, kv_cache, 0, 3, 2)
+    apart = torch.full_like(kv_cache, -77.0)
+    rope_and_write(qkv, cos_sin_table(64), positions, torch.tensor([20, 4, 21]), apart, 0, 3, 2)
+    for kv in (0, 1):
+        written = kv_cache[2, 0, kv, 5]
+        assert any(torch.equal(written, apart[2, 0, kv, offset]) for offset in (4, 5))
+    assert torch.equal(kv_cache[0], apart[0]), "the other token is where it belongs"
+    assert bool((kv_cache[2, :, :, :5] == -77.0).all())
+
+
+def test_what_would_be_written_elsewhere_or_read_beyond_its_end_is_refused() -> None:
+    qkv, kv_cache = inputs(64)
+    table, seven = cos_sin_table(64), torch.arange(7)
+    for layer in (-1, 2):
+        with pytest.raises(KernelInputError, match=rf"layer is {layer}, and the cache has layers 0 to 1"):
+            rope_and_write(qkv, table, seven, seven, kv_cache, layer, 3, 2)
+    for positions, slots in ((seven[:6], seven), (seven, seven[:6]), (seven[:, None], seven)):
+        with pytest.raises(KernelInputError, match="each of the 7 tokens has one of either"):
+            rope_and_write(qkv, table, positions, slots, kv_cache, 0, 3, 2)
+    with pytest.raises(KernelInputError, match=r"the cache torch\.bfloat16"):
+        rope_and_write(qkv, table, seven, seven, kv_cache.bfloat16(), 0, 3, 2)
+    for wrong in (cos_sin_table(66), table[:, :63], table.double()):
+        with pytest.raises(KernelInputError, match="cos_sin is"):
+            rope_and_write(qkv, wrong, seven, seven, kv_cache, 0, 3, 2)
+    assert bool((kv_cache == -77.0).all())
+
+
 def test_head_counts_that_do_not_fit_the_cache_are_refused() -> None:
     qkv, kv_cache = inputs(64)
     with pytest.raises(KernelInputError, match="head counts or sizes differ"):

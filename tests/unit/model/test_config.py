@@ -121,6 +121,10 @@ def test_a_sliding_window_is_refused_unless_no_context_outgrows_it(
         ({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "differs between layers"),
         ({"torch_dtype": "float8_e4m3fn"}, "'float8_e4m3fn' aren't read"),
         ({"layer_types": ["linear_attention"]}, "'linear_attention' aren't computed"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ({"alibi": True}, "alibi is True"),
+        ({"logits_scaling": 8.0}, "logits_scaling is 8.0"),
         ({"head_dim": 15}, "heads of 15"),
     ],
 )
@@ -203,6 +207,12 @@ def test_a_scaling_without_its_numbers_is_refused(tmp_path: Path, scaling: dict[
         _read(tmp_path, LLAMA | {"rope_scaling": scaling})
 
 
+@pytest.mark.parametrize("nothing", [None, 0, 0.0, False, 1, 1.0])
+def test_what_changes_nothing_is_no_reason_to_refuse(tmp_path: Path, nothing: float | None) -> None:
+    names = ("attn_logit_softcapping", "alibi") if not nothing else ("logits_scaling", "residual_multiplier")
+    assert _read(tmp_path, LLAMA | dict.fromkeys(names, nothing)).hidden_size == 64
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000])
 def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
@@ -213,7 +223,10 @@ def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, content: bytes) 
 @pytest.mark.parametrize("wrong", [True, -3, 0, 1.5, "x", [], ["a"], {}, {"a": 1}, None], ids=repr)
 @pytest.mark.parametrize(
     "name",
-    [*LLAMA, "rope_scaling", "rope_parameters", "layer_types", "quantization_config", "sliding_window", "dtype"],
+    [
+        *(*LLAMA, "rope_scaling", "rope_parameters", "layer_types", "quantization_config", "sliding_window", "dtype"),
+        *("attn_logit_softcapping", "alibi"),
+    ],
 )
 def test_a_value_of_any_kind_gives_a_configuration_or_a_named_error(tmp_path: Path, name: str, wrong: Any) -> None:
     for values in (LLAMA, MISTRAL, QWEN2 | {"use_sliding_window": True}):
