@@ -10,12 +10,12 @@ from typing import Final
 
 import torch
 
+from kernels.attention_inputs import FP8
 from kernels.compiled import launch, threads_for
 from kernels.dispatch import TRITON_DTYPES, tell_fallback, use_compiled, use_triton
 from kernels.errors import KernelInputError
 from kernels.rotary import rotate_heads
 
-FP8: Final = torch.float8_e4m3fn
 FP8_MAX: Final = 448.0
 # The first capability of CUDA devices whose Triton code converts to it: Ada and Hopper.
 _FP8_CAPABILITY: Final = (8, 9)

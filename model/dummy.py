@@ -11,7 +11,6 @@ from model.checkpoint_files import CheckpointKind, checkpoint_kind
 from model.config import ModelConfig, config_from_directory
 from model.errors import ModelNotFoundError, UnsupportedModelError
 
-LOAD_FORMATS: Final = ("auto", "dummy")
 PRESETS: Final = Path(__file__).with_name("presets")
 # The demo model goes by a short name.
 _ALIASES: Final = {"smollm2": "smollm2-135m"}

@@ -34,7 +34,6 @@ from kernels.cpu.vector import (
 MIN_MAGNITUDE: Final = 1e-30
 # Adding 1.5 * 2^23 rounds to the nearest integer, of two to the even one, and leaves it in the low bits.
 _MAGIC: Final = 12582912.0
-_INFINITY_BITS: Final = 0x7F800000
 _BYTES: Final = ir.VectorType(I8, LANES)
 _SHORTS: Final = ir.VectorType(I16, LANES)
 # The 16 high bytes (0-15) and low bytes (16-31) of four quads, or their 16 integers, as they are stored.

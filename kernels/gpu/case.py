@@ -7,6 +7,11 @@ from typing import Final
 
 import torch
 
+# Compute capabilities that kernels are compiled for, 10 * major + minor.
+TARGETS: Final = (80, 89, 90, 100)
+# Those that can read and write e4m3.
+FP8_TARGETS: Final = (89, 90, 100)
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -14,13 +19,13 @@ class Case:
 
     `run` calls the function that launches in the product, on tensors of `meta`, so that a changed launch changes what
     is checked. `is_decode`: the kernels that it launches must hold matrix instructions, at least one of them.
-    `min_capability`: the least target, 10 * major + minor, that can hold it (89 where e4m3 is read or written).
+    `targets`: those of `TARGETS` that it is compiled for. Two stand for all where a case differs little from another.
     """
 
     name: str
     run: Callable[[], object]
     is_decode: bool = False
-    min_capability: int = 80
+    targets: tuple[int, ...] = TARGETS
 
 
 # A tensor without memory, of this shape and dtype: `meta(4, 128, dtype=torch.bfloat16)`.

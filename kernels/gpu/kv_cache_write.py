@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.case import Case, meta
+from kernels.gpu.case import FP8_TARGETS, Case, meta
 from kernels.gpu.common import launch, next_power_of_2
 
 # Elements of the tile of heads that one program moves.
@@ -175,6 +175,6 @@ CASES: Final = (
     Case(
         "rope_and_write 32/8 x 128 bf16, e4m3 cache",
         lambda: _case((32, 8, 128), torch.bfloat16, torch.float8_e4m3fn),
-        min_capability=89,
+        targets=FP8_TARGETS,
     ),
 )

@@ -1,5 +1,8 @@
-"""kernels/noise.py on the device: the same keys, hash and noise, to the bit. The launches that use it must not fuse
-multiplications with additions (`enable_fp_fusion=False`), which would round once where `noise.log` rounds twice."""
+"""kernels/noise.py on the device: the same keys, hash and noise, to the bit.
+
+The launches that use it must not fuse multiplications with additions (`enable_fp_fusion=False`), which would round once
+where `noise.log` rounds twice.
+"""
 
 import triton
 import triton.language as tl

@@ -13,6 +13,7 @@ import torch
 import triton
 
 from kernels.attention_inputs import FP8, AttentionMetadata, AttentionOptions
+from kernels.dispatch import TRITON_DTYPES
 from kernels.errors import KernelInputError
 from kernels.gpu.attention_sizes import decode_sizes, padded_head_dim, prefill_sizes, split_len
 from kernels.gpu.attention_tile import LOG2_E
@@ -21,7 +22,6 @@ from kernels.gpu.decode_attention import decode_kernel, merge_kernel
 from kernels.gpu.prefill_attention import prefill_kernel
 
 MAX_HEAD_DIM: Final = 256
-_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS: Final = (torch.int32, torch.int64)
 # Splits that the merge takes at a time. Which ones come together depends on their place alone.
 _MERGED_SPLITS: Final = 16
@@ -59,7 +59,7 @@ def why_not_triton(
     num_heads, head_dim = query.shape[1:]
     if head_dim > MAX_HEAD_DIM:
         return f"the head size {head_dim} is above {MAX_HEAD_DIM}"
-    if query.dtype not in _DTYPES:
+    if query.dtype not in TRITON_DTYPES:
         return f"{query.dtype} has no kernel on {query.device.type}"
     if not scale > 0:
         return f"the scale {scale} is not above 0"
@@ -120,14 +120,14 @@ def _numbers(
     meta: AttentionMetadata,
     factor: float,
     options: AttentionOptions,
-    out_strides: tuple[int, int],
+    out: torch.Tensor,
 ) -> tuple[Any, ...]:
     """What both kernels take after their tensors: bounds, numbers and strides, in their order."""
     max_keys = meta.block_tables.shape[1] * cache.shape[2]
     block_stride, value_stride, slot_stride, head_stride, _ = cache.stride()
     return (
         max_keys, options.window or 0, factor, options.soft_cap or 1.0, float(options.v_scale),
-        query.stride(0), query.stride(1), *out_strides, meta.block_tables.stride(0),
+        query.stride(0), query.stride(1), out.stride(0), out.stride(1), meta.block_tables.stride(0),
         block_stride, value_stride, slot_stride, head_stride,
     )  # fmt: skip
 
@@ -151,7 +151,7 @@ def _prefill(
         (num_tokens // (sizes.block_m // heads) + num_seqs, num_kv_heads * -(-group // heads)),
         query, cache, meta.block_tables, meta.query_starts, meta.context_lens, out, options.sinks,
         options.alibi_slopes, num_seqs,
-        *_numbers(query, cache, meta, factor, options, (out.stride(0), out.stride(1))),
+        *_numbers(query, cache, meta, factor, options, out),
         GROUP=group, HEADS=heads, BLOCK_SIZE=cache.shape[2], HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim),
         BLOCK_M=sizes.block_m, TILE=sizes.tile, HAS_WINDOW=options.window is not None,
         HAS_CAP=options.soft_cap is not None, num_warps=sizes.num_warps, num_stages=sizes.num_stages,
@@ -185,7 +185,7 @@ def _decode(
         (num_seqs, num_kv_heads * -(-group // heads), num_splits),
         query, cache, meta.block_tables, meta.query_starts, meta.context_lens, target, stats, options.sinks,
         options.alibi_slopes, num_splits, split,
-        *_numbers(query, cache, meta, factor, options, (out.stride(0), out.stride(1))),
+        *_numbers(query, cache, meta, factor, options, out),
         GROUP=group, HEADS=heads, ROWS=next_power_of_2(heads), BLOCK_SIZE=cache.shape[2], HEAD_DIM=head_dim,
         D_PAD=d_pad, TILE=sizes.tile, IS_SPLIT=is_split, HAS_WINDOW=has_window, HAS_CAP=options.soft_cap is not None,
         num_warps=sizes.num_warps, num_stages=sizes.num_stages,

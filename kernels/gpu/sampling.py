@@ -1,15 +1,9 @@
 """Sampling without a sort, without a wait for the host, by four launches over a batch of rows.
 
     row_maxima_kernel   (row, piece)   largest usable logit of 8,192 tokens, and the first token that has it
-    find_cuts_kernel    (row)          the cut of min-p, top-k and top-p: a search by pivots over the row
+    find_cuts_kernel    (row)          the cut of min-p, top-k and top-p (sampling_cuts.py): what is up to it stays
     best_bounds_kernel  (row, piece)   an upper bound of the best sum of logit and noise in a piece, in float32
     choose_kernel       (row)          the winner, with exact noise for the few tiles whose bound lets them win
-
-**Cuts.** scaled = (logit - largest) / temperature is <= 0, so its bits without the sign, its *magnitude*, grow as the
-value falls: a cut is a magnitude, and what is up to it stays. The search halves twice a pass: it weighs the row at four
-pivots between the bounds and keeps the interval in which the target is reached. It counts tokens for top-k and adds
-weights for top-p, in integers (exp(scaled) in units of 2⁻⁴⁰), so that sums are the same in any order. It ends early
-where only one token can be left in the interval, after about half of its sixteen passes in rows without ties.
 
 **Draw.** The noise of kernels/noise.py takes two logarithms in float64, which many GPUs compute at a 64th of their
 speed. With v the token's uniform number, -log(1 - v) >= v, so scaled - log(v) bounds its sum from above, and is cheap.
@@ -25,38 +19,23 @@ import triton.language as tl
 
 from kernels.gpu.case import Case, meta
 from kernels.gpu.common import launch, next_power_of_2
-from kernels.gpu.noise import gumbel, log, row_key, token_hash
+from kernels.gpu.noise import gumbel, row_key, token_hash
+from kernels.gpu.sampling_cuts import (
+    NUM_PIVOTS,
+    SEARCH_TILE,
+    find_cuts_kernel,
+    largest_of,
+    magnitude,
+    usable_logits,
+)
 
 PIECE: Final = 8192
-# Tokens that the search weighs at a time. One program reads alone on its multiprocessor, so three tiles are on their
-# way while one is weighed: with more pivots, or more tiles, 16 warps spill registers.
-SEARCH_TILE: Final = 1024
-NUM_PIVOTS: Final = 4
-STAGES = tl.constexpr(4)
 # Tokens whose bounds are looked at together in a piece that may hold the winner.
 DRAW_TILE: Final = 512
 
 NO_TOKEN = tl.constexpr(2**31 - 1)
-# The magnitude of -inf, which keeps all.
-KEEP_ALL = tl.constexpr(0x7F800000)
-# One in the fixed-point weights; 2¹⁸ tokens of weight 1 stay below 2⁶³.
-WEIGHT_ONE = tl.constexpr(2.0**40)
-# A weight that is still known to a thousandth.
-WEIGHT_KNOWN = tl.constexpr(1024)
 # Above the rounding of bounds in float32, whose winners lie between -4 and 23.
 SLACK = tl.constexpr(1e-3)
-
-
-@triton.jit
-def _usable(logits: tl.tensor, tokens: tl.tensor, limit: tl.tensor) -> tl.tensor:
-    """float32 logits of a row that starts at `logits`; -inf where they are not finite or past the limit."""
-    values = tl.load(logits + tokens, mask=tokens < limit, other=float("-inf")).to(tl.float32)
-    return tl.where(tl.abs(values) < float("inf"), values, float("-inf"))
-
-
-@triton.jit
-def _magnitude(scaled: tl.tensor) -> tl.tensor:
-    return scaled.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
@@ -71,110 +50,10 @@ def row_maxima_kernel(
 ) -> None:
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = piece * PIECE + tl.arange(0, PIECE)
-    values = _usable(logits + row * row_stride, tokens, limit)
+    values = usable_logits(logits + row * row_stride, tokens, limit)
     largest = tl.max(values, axis=0)
     tl.store(maxima + row * num_pieces + piece, largest)
     tl.store(firsts + row * num_pieces + piece, tl.min(tl.where(values == largest, tokens, NO_TOKEN), axis=0))
-
-
-@triton.jit
-def _largest(
-    maxima: tl.tensor, row: tl.tensor, num_pieces: tl.tensor, PIECES: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """The maximum of each piece of a row [PIECES], -inf in the padding, and their maximum."""
-    piece = tl.arange(0, PIECES)
-    values = tl.load(maxima + row * num_pieces + piece, mask=piece < num_pieces, other=float("-inf"))
-    return values, tl.max(values, axis=0)
-
-
-@triton.jit
-def _weights(scaled: tl.tensor) -> tl.tensor:
-    return (tl.exp(scaled) * WEIGHT_ONE).to(tl.int64)
-
-
-@triton.jit
-def _search(
-    logits: tl.tensor,
-    limit: tl.tensor,
-    largest: tl.tensor,
-    temperature: tl.tensor,
-    highest: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    IS_SHARE: tl.constexpr,
-    TILE: tl.constexpr,
-    PIVOTS: tl.constexpr,
-) -> tl.tensor:
-    """Smallest magnitude up to which there are top_k tokens, or the share top_p of the weight up to `highest`."""
-    # Up to `low` the target is not reached, up to `high` it is.
-    low = tl.full([], -1, tl.int64)
-    high = highest.to(tl.int64)
-    total_low = tl.full([], 0, tl.int64)
-    target = top_k.to(tl.int64)
-    if IS_SHARE:
-        target = tl.full([], -1, tl.int64)
-    while high - low > 1:
-        pivots = low + (high - low) * (tl.arange(0, PIVOTS) + 1) // PIVOTS
-        partial_totals = tl.zeros([TILE, PIVOTS], tl.int64 if IS_SHARE else tl.int32)
-        for start in tl.range(0, limit, TILE, num_stages=STAGES):
-            tokens = start + tl.arange(0, TILE)
-            scaled = tl.div_rn(_usable(logits, tokens, limit) - largest, temperature)
-            weights = _weights(scaled) if IS_SHARE else (tokens < limit).to(tl.int32)
-            is_up_to = _magnitude(scaled)[:, None] <= pivots.to(tl.int32)[None, :]
-            partial_totals += tl.where(is_up_to, weights[:, None], 0)
-        totals = tl.sum(partial_totals, axis=0).to(tl.int64)
-        # In the first pass the last pivot is `highest`, up to which all weight counts.
-        share = tl.ceil(top_p.to(tl.float64) * tl.max(totals, axis=0).to(tl.float64)).to(tl.int64)
-        target = tl.where(target < 0, tl.maximum(share, 1), target)
-        is_reached = totals >= target
-        low = tl.max(tl.where(is_reached, low, pivots), axis=0)
-        high = tl.min(tl.where(is_reached, pivots, high), axis=0)
-        total_low = tl.max(tl.where(is_reached, total_low, totals), axis=0)
-        total_high = tl.min(tl.where(is_reached, totals, 0x7FFFFFFFFFFFFFFF), axis=0)
-        if IS_SHARE:
-            least = _weights(-high.to(tl.int32).to(tl.float32, bitcast=True))
-            is_found = (least > WEIGHT_KNOWN) & ((total_high - total_low) * 8 < least * 15)
-        else:
-            is_found = total_high == target
-        low = tl.where(is_found, high - 1, low)
-    return high.to(tl.int32)
-
-
-@triton.jit
-def find_cuts_kernel(
-    logits: tl.tensor,
-    temperatures: tl.tensor,
-    top_ks: tl.tensor,
-    top_ps: tl.tensor,
-    min_ps: tl.tensor,
-    maxima: tl.tensor,
-    cuts: tl.tensor,
-    row_stride: tl.tensor,
-    limit: tl.tensor,
-    num_pieces: tl.tensor,
-    PIECES: tl.constexpr,
-    TILE: tl.constexpr,
-    PIVOTS: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperatures + row)
-    _, largest = _largest(maxima, row, num_pieces, PIECES)
-    cut = tl.full([], KEEP_ALL, tl.int32)
-    if (temperature > 0.0) & (largest > float("-inf")):
-        row_logits = logits + row * row_stride
-        min_p = tl.load(min_ps + row)
-        if min_p > 0.0:
-            cut = _magnitude(tl.minimum(log(min_p.to(tl.float64)), 0.0).to(tl.float32))
-        top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
-        if (top_k > 0) & (top_k < limit):
-            everything = tl.full([], KEEP_ALL, tl.int32)
-            cut = tl.minimum(
-                cut,
-                _search(row_logits, limit, largest, temperature, everything, top_k, top_p, False, TILE, PIVOTS),
-            )
-        if top_p < 1.0:
-            cut = _search(row_logits, limit, largest, temperature, cut, top_k, top_p, True, TILE, PIVOTS)
-    tl.store(cuts + row, cut)
 
 
 @triton.jit
@@ -188,10 +67,10 @@ def _bounds(
     key: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Scaled logits of tokens, and an upper bound of their sums with noise: -inf for those that the cut drops."""
-    usable = _usable(logits, tokens, limit)
+    usable = usable_logits(logits, tokens, limit)
     scaled = tl.div_rn(usable - largest, temperature)
     uniform = (token_hash(tokens, key).to(tl.float32) + 0.5) * 2.0**-32
-    is_kept = (_magnitude(scaled) <= cut) & (usable > float("-inf"))
+    is_kept = (magnitude(scaled) <= cut) & (usable > float("-inf"))
     return scaled, tl.where(is_kept, scaled - tl.log(uniform), float("-inf"))
 
 
@@ -212,7 +91,7 @@ def best_bounds_kernel(
 ) -> None:
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)
-    _, largest = _largest(maxima, row, num_pieces, PIECES)
+    _, largest = largest_of(maxima, row, num_pieces, PIECES)
     if (temperature > 0.0) & (largest > float("-inf")):
         key = row_key(tl.load(seeds + row), tl.load(positions + row))
         tokens = piece * PIECE + tl.arange(0, PIECE)
@@ -241,7 +120,7 @@ def choose_kernel(
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
-    piece_maxima, largest = _largest(maxima, row, num_pieces, PIECES)
+    piece_maxima, largest = largest_of(maxima, row, num_pieces, PIECES)
     pieces = tl.arange(0, PIECES)
     is_there = pieces < num_pieces
     first = tl.load(firsts + row * num_pieces + pieces, mask=is_there, other=NO_TOKEN)

@@ -57,19 +57,20 @@ class BenchOptions:
     @property
     def engine_config(self) -> dict[str, Any]:
         """What EngineConfig is told, but for the checkpoint and what depends on the batch."""
-        config = {
+        return {
             "cache_dir": self.cache_dir,
             "load_format": self.load_format,
             "device": self.device,
             "dtype": self.dtype,
             "block_size": self.block_size,
             "num_threads": self.num_threads,
+            "quantization": self.quantization,
         }
-        return config if self.quantization == "none" else config | {"quantization": self.quantization}
 
-    def weight_itemsize(self, dtype: str) -> float:
-        """Bytes of one weight of our engine, which computes in `dtype`."""
-        return QUANTIZED_ITEMSIZES.get(self.quantization, ITEMSIZES[dtype])
+
+def itemsize_of(quantization: str, dtype: str) -> float:
+    """Bytes of one weight of our engine, which computes in `dtype`."""
+    return QUANTIZED_ITEMSIZES.get(quantization, ITEMSIZES[dtype])
 
 
 def options_from(values: Mapping[str, Any]) -> BenchOptions:

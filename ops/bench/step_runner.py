@@ -10,6 +10,7 @@ from model.decoder import Decoder
 from model.kv_cache import KVCache
 from model.loader import load_checkpoint
 from model.model_runner import ModelRunner, RunnerConfig
+from ops.bench.options import itemsize_of
 from ops.bench.step_profile import StepProfile
 from ops.bench.work import num_head_parameters, num_layer_parameters, slot_bytes
 from scheduler.output import Chunks, NewRow, SchedulerOutput
@@ -25,7 +26,7 @@ class StepRunner:
     """The checkpoint's model, with room for the largest of `cases`."""
 
     def __init__(self, config: EngineConfig, cases: "tuple[StepCase, ...]") -> None:
-        from ops.bench.steps import NUM_STEPS, itemsize_of
+        from ops.bench.steps import NUM_STEPS
 
         is_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
         device = torch.device("cuda" if is_cuda else "cpu")
@@ -37,14 +38,17 @@ class StepRunner:
         )
         own_dtype = checkpoint.config.dtype if is_cuda else "float32"
         dtype = DTYPES[own_dtype if config.dtype == "auto" else config.dtype]
-        quantization = getattr(config, "quantization", "none")
-        words = {} if quantization == "none" else {"quantization": quantization}
         self._config = checkpoint.config
         self._block_size = config.block_size
         self._room = 2 * NUM_STEPS
         most = max(case.context_len for case in cases) + self._room
         self._decoder = Decoder(
-            checkpoint.config, checkpoint.weights, device=device, dtype=dtype, max_positions=most, **words
+            checkpoint.config,
+            checkpoint.weights,
+            device=device,
+            dtype=dtype,
+            max_positions=most,
+            quantization=config.quantization,
         )
         self._num_blocks = max(case.num_seqs * self._blocks_of(case) for case in cases)
         kv_cache = KVCache(
@@ -61,7 +65,7 @@ class StepRunner:
         self._runner = ModelRunner(self._decoder, kv_cache, limits)
         self._runner.warm_up()
         self._profile = StepProfile(self._decoder)
-        self._itemsize = itemsize_of(quantization, self.dtype)
+        self._itemsize = itemsize_of(config.quantization, self.dtype)
 
     @property
     def dtype(self) -> str:

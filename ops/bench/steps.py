@@ -16,7 +16,7 @@ from typing import Any, Final
 import click
 
 from ops.bench.machine import machine_facts
-from ops.bench.options import ITEMSIZES, LLAMACPP_WEIGHTS, QUANTIZED_ITEMSIZES
+from ops.bench.options import ITEMSIZES, LLAMACPP_WEIGHTS
 from ops.bench.parts import cache_dir_option, cache_folder, checkpoint_path, model_option, num_threads_option
 from ops.bench.serving import serve
 from worker.engine_config import EngineConfig
@@ -94,11 +94,6 @@ def _shares(found: dict[str, Any], limits: dict[str, float]) -> dict[str, float]
     }
 
 
-def itemsize_of(quantization: str, dtype: str) -> float:
-    """Bytes of a weight."""
-    return QUANTIZED_ITEMSIZES.get(quantization, ITEMSIZES[dtype])
-
-
 @click.command()
 @model_option
 @click.option("--quantization", type=click.Choice(list(LLAMACPP_WEIGHTS)), default="none", help="Of the weights.")
@@ -107,7 +102,7 @@ def itemsize_of(quantization: str, dtype: str) -> float:
 @num_threads_option
 @cache_dir_option
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write the JSON result to this file, too.")
-def command(model: str, cache_dir: str | None, quantization: str, json_file: str | None, **values: Any) -> None:
+def command(model: str, cache_dir: str | None, json_file: str | None, **values: Any) -> None:
     """Measure single steps: how far from the machine's limits they are, and what they are spent on.
 
     Decodes of 1, 8 and 32 sequences, of 32 with 1,000 tokens each, and a prompt of 512. Reading is limited by the best
@@ -117,11 +112,10 @@ def command(model: str, cache_dir: str | None, quantization: str, json_file: str
     from ops.bench.step_report import print_steps
 
     folder = cache_folder(cache_dir)
-    words = values | ({} if quantization == "none" else {"quantization": quantization})
     machine = machine_facts()
-    steps = measure_steps(EngineConfig(str(checkpoint_path(model, folder)), str(folder), **words))
+    steps = measure_steps(EngineConfig(str(checkpoint_path(model, folder)), str(folder), **values))
     print_steps(steps)
-    report = {"bench": "pagemill steps", "machine": machine, "quantization": quantization, "steps": steps}
+    report = {"bench": "pagemill steps", "machine": machine, "quantization": values["quantization"], "steps": steps}
     line = json.dumps(report)
     if json_file is not None:
         Path(json_file).write_text(line + "\n")

@@ -1,11 +1,9 @@
 """Tests that need a CUDA device. In a rehearsal they run on the CPU, so that no line of them is run on a GPU first."""
 
-import os
-
 import pytest
 import torch
 
-IS_REHEARSED = os.environ.get("PAGEMILL_GPU_CHECK") == "rehearse"
+from tests.gpu.timing import IS_REHEARSED
 
 
 @pytest.fixture

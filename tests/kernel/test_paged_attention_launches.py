@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="needs triton: the launches are its")
 from kernels.attention_inputs import FP8, PLAIN, AttentionMetadata, AttentionOptions
 from kernels.gpu.attention_cases import CASES
 from kernels.gpu.attention_sizes import FIXED_SPLIT, MAX_SPLIT, MIN_SPLIT, split_len
+from kernels.gpu.case import TARGETS
 from kernels.gpu.common import launching_by
 from kernels.gpu.paged_attention import attend_with_triton, why_not_triton
 
@@ -157,17 +158,27 @@ def test_what_the_kernels_do_not_compute_is_named() -> None:
     assert "more than a grid of programs has" in far
 
 
-def test_the_ahead_of_time_cases_cover_head_sizes_options_and_dtypes() -> None:
-    """Running them launches every kernel, so that each has a case."""
-    names: set[str] = set()
-    sizes: set[int] = set()
+def test_the_ahead_of_time_cases_cover_every_target_and_every_kind_of_launch() -> None:
+    """What models have most on every target; what is rare on one at least."""
+    everywhere: dict[int, set[tuple[str, torch.dtype]]] = {target: set() for target in TARGETS}
+    seen: dict[str, set[Any]] = {name: set() for name in ("HEAD_DIM", "BLOCK_SIZE", "query", "cache", "HAS_CAP")}
 
     def record(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        names.add(kernel.__name__)
-        sizes.add(constants["HEAD_DIM"])
+        for target in case.targets:
+            everywhere[target].add((kernel.__name__, args[0].dtype))
+        constants |= {"query": args[0].dtype, "cache": args[1].dtype}
+        if kernel.__name__ == "prefill_kernel":
+            for name, values in seen.items():
+                values.add(constants[name])
 
     with launching_by(record):
         for case in CASES:
             case.run()
-    assert names == {"prefill_kernel", "decode_kernel", "merge_kernel"}
-    assert sizes == {64, 80, 96, 128, 256}
+    halves = {(f"{name}_kernel", dtype) for name in ("prefill", "decode") for dtype in (torch.bfloat16, torch.float16)}
+    for kernels in everywhere.values():
+        assert kernels >= halves | {("merge_kernel", torch.float32)}
+    assert seen["HEAD_DIM"] == {64, 80, 96, 128, 256}
+    assert seen["BLOCK_SIZE"] == {8, 16, 32, 64}
+    assert seen["query"] == {torch.float32, torch.float16, torch.bfloat16}
+    assert seen["cache"] == {torch.float32, torch.float16, torch.bfloat16, FP8}
+    assert seen["HAS_CAP"] == {False, True}

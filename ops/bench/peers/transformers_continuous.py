@@ -10,12 +10,11 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from ops.bench.errors import BenchError
 from ops.bench.peers.streaming import Played, Request, handlers_of
-from ops.bench.peers.transformers_model import load_model
+from ops.bench.peers.transformers_model import LoadedModel
 from ops.bench.serving import serve
 
 # Tokens of a page, transformers' own default.
@@ -25,49 +24,22 @@ MAX_BATCH_TOKENS: Final = 512
 POLL_S: Final = 1.0
 
 
-class ContinuousPeer:
+class ContinuousPeer(LoadedModel):
     """A StreamingPeer. Its thread runs while it plays, and is gone while it sleeps."""
-
-    def __init__(
-        self,
-        model_path: str,
-        cache_dir: str | None,
-        dtype: str,
-        device: str,
-        num_threads: int | None,
-        load_format: str = "auto",
-    ) -> None:
-        self._path = Path(model_path)
-        self._cache_dir = None if cache_dir is None else Path(cache_dir)
-        self._dtype = dtype
-        self._device = device
-        self._num_threads = num_threads
-        self._load_format = load_format
-        self._model: Any = None
-        self._config: Any = None
 
     def prepare(self, batch: int, num_kv_tokens: int) -> dict[str, Any]:
         """See StreamingPeer."""
-        import torch
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-        if self._model is None:
-            self._model = load_model(
-                self._path, self._cache_dir, self._dtype, self._device, self._num_threads, self._load_format
-            )
+        facts = self._load()
         self._model.destroy_cached_continuous_batching_manager()
-        self._config = ContinuousBatchingConfig(
+        self._config: Any = ContinuousBatchingConfig(
             page_size=PAGE_TOKENS,
             num_blocks=batch * (-(-num_kv_tokens // PAGE_TOKENS) + 1),
             max_batch_tokens=max(MAX_BATCH_TOKENS, batch),
             max_requests_per_batch=batch,
         )
-        return {
-            "threads": torch.get_num_threads(),
-            "attention": self._model.config._attn_implementation,
-            "dtype": str(self._model.dtype).removeprefix("torch."),
-            "class": type(self._model).__name__,
-        }
+        return facts
 
     def play(self, requests: list[Request], arrivals_s: Sequence[float]) -> Played:
         """See StreamingPeer."""

@@ -14,20 +14,46 @@ if TYPE_CHECKING:
 PAD_ID: Final = 0
 
 
-def load_model(
-    path: Path, cache_dir: Path | None, dtype: str, device: str, num_threads: int | None, load_format: str = "auto"
-) -> Any:
-    """The checkpoint's model, ready to generate. num_threads: of torch in this process; None leaves them."""
-    import torch
+class LoadedModel:
+    """A peer's model, in this process. num_threads: of torch in this process; None leaves them."""
 
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-    # Random weights of another dtype, or made on another device, would be others than our engine's.
-    given: dict[str, Any] = {}
-    if load_format != "auto":
-        given = {"load_format": load_format, "dtype": dtype, "device": device}
-    checkpoint = load_checkpoint(path, cache_dir=cache_dir, **given)
-    return build_model(checkpoint.config, checkpoint.weights, getattr(torch, dtype)).to(device)
+    def __init__(
+        self,
+        model_path: str,
+        cache_dir: str | None,
+        dtype: str,
+        device: str,
+        num_threads: int | None,
+        load_format: str = "auto",
+    ) -> None:
+        self._path = Path(model_path)
+        self._cache_dir = None if cache_dir is None else Path(cache_dir)
+        self._dtype = dtype
+        self._device = device
+        self._num_threads = num_threads
+        self._load_format = load_format
+        self._model: Any = None
+
+    def _load(self) -> dict[str, Any]:
+        """Have the checkpoint's model, ready to generate; answers what it runs with."""
+        import torch
+
+        if self._model is None:
+            if self._num_threads is not None:
+                torch.set_num_threads(self._num_threads)
+            # Random weights of another dtype, or made on another device, would be others than our engine's.
+            given: dict[str, Any] = {}
+            if self._load_format != "auto":
+                given = {"load_format": self._load_format, "dtype": self._dtype, "device": self._device}
+            checkpoint = load_checkpoint(self._path, cache_dir=self._cache_dir, **given)
+            model = build_model(checkpoint.config, checkpoint.weights, getattr(torch, self._dtype))
+            self._model = model.to(self._device)
+        return {
+            "threads": torch.get_num_threads(),
+            "attention": self._model.config._attn_implementation,
+            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "class": type(self._model).__name__,
+        }
 
 
 def build_model(config: ModelConfig, weights: Any, dtype: "torch.dtype") -> Any:

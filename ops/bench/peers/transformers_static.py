@@ -10,13 +10,12 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.tokenizer import Tokenizer
 from ops.bench.errors import BenchError
 from ops.bench.peers.streaming import Request
-from ops.bench.peers.transformers_model import PAD_ID, load_model
+from ops.bench.peers.transformers_model import PAD_ID, LoadedModel
 from ops.bench.runs import PeerRun
 from ops.bench.serving import serve
 
@@ -24,40 +23,12 @@ if TYPE_CHECKING:
     import torch
 
 
-class TransformersPeer:
-    """A model of `transformers`, in this process."""
-
-    def __init__(
-        self,
-        model_path: str,
-        cache_dir: str | None,
-        dtype: str,
-        device: str,
-        num_threads: int | None,
-        load_format: str = "auto",
-    ) -> None:
-        self._path = Path(model_path)
-        self._cache_dir = None if cache_dir is None else Path(cache_dir)
-        self._dtype = dtype
-        self._device = device
-        self._num_threads = num_threads
-        self._load_format = load_format
-        self._model: Any = None
+class TransformersPeer(LoadedModel):
+    """A static batch, or one by one."""
 
     def prepare(self, batch: int = 1, num_kv_tokens: int = 0) -> dict[str, Any]:
         """Load the model, which is the same for every batch; answers what it runs with."""
-        import torch
-
-        if self._model is None:
-            self._model = load_model(
-                self._path, self._cache_dir, self._dtype, self._device, self._num_threads, self._load_format
-            )
-        return {
-            "threads": torch.get_num_threads(),
-            "attention": self._model.config._attn_implementation,
-            "dtype": str(self._model.dtype).removeprefix("torch."),
-            "class": type(self._model).__name__,
-        }
+        return self._load()
 
     def run(self, requests: list[Request], batch: int) -> dict[str, Any]:
         """Take the requests in groups of `batch`, each until its longest reply is reached; answers a PeerRun."""

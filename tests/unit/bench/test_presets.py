@@ -8,7 +8,7 @@ import pytest
 
 from kernels.quantized_linear import BYTES_PER_WEIGHT
 from ops.bench.errors import BenchError
-from ops.bench.options import options_from
+from ops.bench.options import itemsize_of, options_from
 from ops.bench.presets import PRESETS, TraceSlice, lengths_of
 from ops.bench.workload import Lengths, make_requests
 
@@ -106,8 +106,7 @@ def test_what_is_left_out_comes_from_the_workload_and_what_is_said_stays() -> No
 
 def test_quantization_is_our_engine_s_alone_and_llama_cpp_s_weights_follow_it() -> None:
     plain, quantized = options_from(values()), options_from(values(quantization="int8"))
-    assert "quantization" not in plain.engine_config
-    assert quantized.engine_config["quantization"] == "int8"
+    assert (plain.engine_config["quantization"], quantized.engine_config["quantization"]) == ("none", "int8")
     assert (plain.llamacpp_weights, quantized.llamacpp_weights) == ("F32", "Q8_0")
     assert options_from(values(quantization="int8", llamacpp_weights="F16")).llamacpp_weights == "F16"
-    assert (plain.weight_itemsize("bfloat16"), quantized.weight_itemsize("float32")) == (2, BYTES_PER_WEIGHT)
+    assert (itemsize_of("none", "bfloat16"), itemsize_of("int8", "float32")) == (2, BYTES_PER_WEIGHT)
