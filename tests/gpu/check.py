@@ -59,10 +59,10 @@ class Outcome:
     figures: dict[str, Any] = field(default_factory=dict)
 
 
-ATTENTION = ("tests/kernel/test_paged_attention_triton.py", "tests/kernel/test_paged_attention_triton_options.py")
 CORRECTNESS = (
     Stage("kernels", 170, tests=("tests/gpu/test_kernels.py",)),
-    Stage("attention", 170, tests=ATTENTION),
+    Stage("attention", 170, tests=("tests/kernel/test_paged_attention_triton.py",)),
+    Stage("attention options", 170, tests=("tests/kernel/test_paged_attention_triton_options.py",)),
     Stage("engine", 170, tests=("tests/gpu/test_engine.py",)),
     Stage("streams", 100, tests=("tests/gpu/test_streams.py",)),
 )
