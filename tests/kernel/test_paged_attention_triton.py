@@ -27,11 +27,15 @@ __all__ = ["triton_alone"]
 pytestmark = [needs_triton, pytest.mark.usefixtures("triton_alone")]
 
 FP32 = TOLERANCE[torch.float32]
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# Each dtype with head sizes that are a power of two and that are not; float32 with all.
+HEAD_DIMS = [
+    *((head_dim, torch.float32) for head_dim in (16, 64, 80, 96, 128, 256)),
+    *((head_dim, torch.float16) for head_dim in (64, 80, 256)),
+    *((head_dim, torch.bfloat16) for head_dim in (64, 96)),
+]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("head_dim", "dtype"), HEAD_DIMS)
 def test_a_mixed_batch_equals_the_twin_at_every_head_size(head_dim: int, dtype: torch.dtype) -> None:
     batch = make_batch(MIXED, num_heads=4, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
     result = attend(batch)
@@ -40,7 +44,7 @@ def test_a_mixed_batch_equals_the_twin_at_every_head_size(head_dim: int, dtype: 
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads"), [(3, 3), (9, 3), (8, 2), (7, 1), (8, 1), (16, 1), (32, 1), (71, 1)]
+    ("num_heads", "num_kv_heads"), [(3, 3), (9, 3), (8, 2), (7, 1), (8, 1), (32, 1), (40, 1)]
 )
 def test_a_mixed_batch_equals_the_twin_at_every_group_size(num_heads: int, num_kv_heads: int) -> None:
     batch = make_batch(MIXED, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=16)
@@ -93,7 +97,7 @@ def test_unwritten_slots_of_the_last_block_are_not_read(poison: float, query_len
     assert error(attend(batch), expected(batch)) < TOLERANCE[torch.float16]
 
 
-@pytest.mark.parametrize("padding", [0, -1, -7, 2**31 - 1])
+@pytest.mark.parametrize("padding", [0, -1, 2**31 - 1])
 def test_table_entries_past_the_end_are_not_followed(padding: int) -> None:
     """Block 0 is nobody's and holds NaN, as does every block that no sequence owns."""
     batch = make_batch(MIXED)
