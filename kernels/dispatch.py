@@ -57,7 +57,7 @@ _HAS_NUMBA: Final = find_spec("numba") is not None
 _HAS_TRITON: Final = find_spec("triton") is not None
 # Triton itself reads the variable when it is imported, once and for all.
 IS_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "0") == "1"
-_selected = parse_choices(os.environ.get(ENV_VAR, "auto"))
+_selected = parse_choices(os.environ.get(ENV_VAR) or "auto")
 _told: set[tuple[str, str]] = set()
 
 

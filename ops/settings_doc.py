@@ -59,7 +59,10 @@ def render() -> str:
     """The whole text of docs/settings.md."""
     rows = []
     for name, field in Settings.model_fields.items():
-        cells = [f"`{flag_name(name)}`", f"`{env_name(name)}`", accepted_by(field), shown_default(name)]
+        flag = flag_name(name)
+        # A switch takes no value on the command line.
+        flags = f"`{flag}`, `--no-{flag[2:]}`" if field.annotation is bool else f"`{flag}`"
+        cells = [flags, f"`{env_name(name)}`", accepted_by(field), shown_default(name)]
         rows.append("| " + " | ".join([*cells, str(field.description)]) + " |\n")
     return _HEAD + "".join(rows) + _TAIL
 

@@ -223,15 +223,14 @@ class InProcessEngine:
         return await _until_ready(self._events.get, self._progress)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        from worker.engine_builder import build_engine
-        from worker.engine_process import EngineLoop
+        from worker.engine_process import EngineLoop, import_builder
 
         def emit(event: Event) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has closed: nobody listens any more
                 loop.call_soon_threadsafe(self._events.put_nowait, event)
 
         try:
-            engine, info = build_engine(self._config, progress=lambda *at: emit(Progress(*at)))
+            engine, info = import_builder()(self._config, progress=lambda *at: emit(Progress(*at)))
             emit(Ready(info))
             EngineLoop(engine, self._commands, emit).run()
         except StartupError as error:

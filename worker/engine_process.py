@@ -137,7 +137,7 @@ def serve(connection: socket.socket, config: EngineConfig) -> int:
         return EXIT_REFUSED
     emit(Progress(IMPORTING, 0, 0))
     try:
-        build_engine = _import_builder()
+        build_engine = import_builder()
         emit(Progress(IMPORTING, 1, 1))
         engine, info = build_engine(config, progress=ProgressEvents(emit))
     except StartupError as error:
@@ -152,16 +152,18 @@ def serve(connection: socket.socket, config: EngineConfig) -> int:
     return 0
 
 
-def _import_builder() -> Builder:
-    """Import torch: two seconds. Raises StartupError where there is too little memory for it."""
+def import_builder() -> Builder:
+    """Import torch: two seconds. Raises StartupError where it, or a kernel that is switched, can't be loaded."""
     try:
         from worker.engine_builder import build_engine
-    except (ImportError, OSError, MemoryError) as error:
-        if not is_memory_failure(error):
+    except Exception as error:
+        if is_memory_failure(error):
+            raise StartupError(
+                f"there is too little memory to load torch ({error}): {left(headroom())}; free some, or raise the limit"
+            ) from error
+        if os.environ.get("PAGEMILL_DEBUG", "") not in ("", "0"):
             raise
-        raise StartupError(
-            f"there is too little memory to load torch ({error}): {left(headroom())}; free some, or raise the limit"
-        ) from error
+        raise StartupError(f"the engine can't be loaded: {error}") from error
     return build_engine
 
 

@@ -14,7 +14,7 @@ _ADVICE = {
     "int_parsing": "use a whole number",
     "int_from_float": "use a whole number",
     "float_parsing": "use a number",
-    "bool_parsing": "use true or false",
+    "bool_parsing": "use on or off",
     "greater_than_equal": "use {ge} or more",
     "less_than_equal": "use {le} or less",
     "greater_than": "use more than {gt}",

@@ -240,6 +240,7 @@ def test_without_numba_the_torch_operators_serve() -> None:
 def test_the_environment_can_choose_the_torch_operators() -> None:
     code = "import torch; from kernels.dispatch import use_compiled; print(use_compiled('linear', torch.zeros(1)))"
     assert run_python(code, PAGEMILL_KERNELS="torch").stdout.strip() == "False"
+    assert run_python(code, PAGEMILL_KERNELS="").stdout.strip() == "True", "an empty variable counts as unset"
     wrong = run_python(code, PAGEMILL_KERNELS="fast")
     assert wrong.returncode != 0
     assert "PAGEMILL_KERNELS is 'fast'; 'fast' must be one of auto, torch, triton" in wrong.stderr

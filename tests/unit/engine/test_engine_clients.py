@@ -107,6 +107,28 @@ async def test_a_missing_checkpoint_is_one_clear_line(tmp_path: Path) -> None:
         await client.close()
 
 
+def test_a_wrong_choice_of_kernels_is_one_clear_line(config: EngineConfig) -> None:
+    code = (
+        "import asyncio, json, sys\n"
+        "from worker import engine_client\n"
+        "from worker.engine_config import EngineConfig\n"
+        "client = getattr(engine_client, sys.argv[1])(EngineConfig(**json.loads(sys.argv[2])))\n"
+        "asyncio.run(client.start())\n"
+    )
+    for kind in (ProcessEngine, InProcessEngine):
+        ran = subprocess.run(
+            [sys.executable, "-c", code, kind.__name__, json.dumps(dataclasses.asdict(config))],
+            env=os.environ | {"PAGEMILL_KERNELS": "nonsense"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        last = ran.stderr.splitlines()[-1]
+        assert last.startswith("worker.errors.StartupError: the engine can't be loaded: PAGEMILL_KERNELS is 'nonsense'")
+        assert ran.stderr.count("Traceback") == 1, "its caller's own"
+
+
 async def test_a_killed_engine_process_is_told(config: EngineConfig) -> None:
     client = ProcessEngine(config)
     await client.start()

@@ -71,7 +71,7 @@ def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> N
             "like 8:4:1",
         ),
         ({"metrics_port": "65536"}, "--metrics-port is '65536': use 65535 or less"),
-        ({"enable_prefix_caching": "perhaps"}, "--enable-prefix-caching is 'perhaps': use true or false"),
+        ({"enable_prefix_caching": "perhaps"}, "--enable-prefix-caching is 'perhaps': use on or off"),
         ({"model": ""}, "--model is '': it must not be empty"),
     ],
 )
@@ -168,5 +168,7 @@ def test_every_setting_has_a_description_and_a_row_in_the_handbook() -> None:
     """Fails when docs/settings.md is stale: `python -m ops.settings_doc` writes it anew."""
     for name, field in Settings.model_fields.items():
         assert field.description, f"{name} has no docstring"
-        assert f"| `{flag_name(name)}` | `{env_name(name)}` |" in settings_doc.render()
+        (row,) = [line for line in settings_doc.render().splitlines() if f" | `{env_name(name)}` | " in line]
+        is_switch = Settings.model_fields[name].annotation is bool
+        assert row.startswith(f"| `{flag_name(name)}`" + (f", `--no-{flag_name(name)[2:]}` |" if is_switch else " |"))
     assert settings_doc.PATH.read_text(encoding="utf-8") == settings_doc.render()
