@@ -16,6 +16,7 @@ from ops.bench.parts import (
     NumberList,
     cache_dir_option,
     engine_mode_option,
+    json_option,
     load_format_option,
     model_option,
     seed_option,
@@ -95,9 +96,7 @@ _SIGMA = click.FloatRange(min=0, max=3)
 @engine_mode_option
 @click.option("--steps/--no-steps", default=True, help="Measure single steps as well: see `pagemill bench steps`.")
 @cache_dir_option
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False), help="Write the JSON result to this file as well."
-)
+@json_option
 @svg_option
 @click.pass_context
 def command(ctx: click.Context, /, json_file: str | None, svg: str | None, **values: Any) -> int:

@@ -26,7 +26,7 @@ from ops.bench.delivery_cases import (
 )
 from ops.bench.machine import machine_facts, warnings_of
 from ops.bench.measure import say
-from ops.bench.parts import CACHE_VARIABLE, cache_folder, checkpoint_path
+from ops.bench.parts import CACHE_VARIABLE, cache_folder, checkpoint_path, json_option
 from ops.bench.runs import percentile
 from ops.tables import print_table
 from worker.embedded import EmbeddedServer
@@ -90,9 +90,7 @@ _COUNT = click.IntRange(min=1)
 @click.option("--lease-ms", type=click.IntRange(min=300), help="Lease of that worker.  [default: 5000]")
 @click.option("--with-model", is_flag=True, help="Kill a worker that computes, too: two engines at once, for minutes.")
 @click.option("--cache-dir", envvar=CACHE_VARIABLE, help="Folder of the demo model.")
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON to this file as well."
-)
+@json_option
 def command(
     model: str,
     quick: bool,
@@ -101,7 +99,7 @@ def command(
     lease_ms: int | None,
     with_model: bool,
     cache_dir: str | None,
-    json_file: Path | None,
+    json_file: str | None,
 ) -> None:
     """Measure picking up, streaming, renewing, what is left after many jobs, and a worker that is killed.
 
@@ -121,7 +119,7 @@ def command(
     print_table("Delivery", COLUMNS, [_shown(Row(**row)) for row in report["rows"]])
     line = json.dumps(report)
     if json_file is not None:
-        json_file.write_text(line + "\n")
+        Path(json_file).write_text(line + "\n")
     print(line)
 
 

@@ -1,6 +1,7 @@
 """What the measurements of the bench share: options, turns, and where the model is."""
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -18,7 +19,22 @@ T = TypeVar("T")
 CACHE_VARIABLE: Final = "PAGEMILL_CACHE_DIR"
 COUNT: Final = click.IntRange(min=1)
 
+
+def _in_a_folder(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """The file's name, if it can be written: better told before a measurement than after it."""
+    if value is not None and not os.access(folder := Path(value).parent, os.W_OK):
+        raise click.BadParameter(f"there is no folder {folder} that can be written to: make it first.", ctx, param)
+    return value
+
+
 # Options, to be used as decorators.
+json_option = click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, writable=True),
+    callback=_in_a_folder,
+    help="Write the JSON result to this file, too.",
+)
 model_option = click.option(
     "--model", default="smollm2", help="Checkpoint folder, GGUF file, or `smollm2`, the demo model."
 )

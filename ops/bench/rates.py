@@ -23,6 +23,7 @@ from ops.bench.parts import (
     cache_dir_option,
     checkpoint_path,
     engine_mode_option,
+    json_option,
     model_option,
     num_threads_option,
     rotated,
@@ -73,7 +74,7 @@ class Engine:
 @engine_mode_option
 @num_threads_option
 @cache_dir_option
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write the JSON result to this file, too.")
+@json_option
 @svg_option
 def command(json_file: str | None, svg: str | None, **values: Any) -> None:
     """Offer requests at several rates, open loop, and tell how long they wait.

@@ -15,9 +15,17 @@ from typing import Any, Final
 
 import click
 
+from ops.bench.errors import BenchError
 from ops.bench.machine import machine_facts
 from ops.bench.options import ITEMSIZES, LLAMACPP_WEIGHTS
-from ops.bench.parts import cache_dir_option, cache_folder, checkpoint_path, model_option, num_threads_option
+from ops.bench.parts import (
+    cache_dir_option,
+    cache_folder,
+    checkpoint_path,
+    json_option,
+    model_option,
+    num_threads_option,
+)
 from ops.bench.serving import serve
 from worker.engine_config import EngineConfig
 from worker.openmp import limit_spinning
@@ -51,12 +59,19 @@ CASES: Final = (DECODE_1, StepCase(8, 150, 1), StepCase(32, 150, 1), DECODE_32_L
 
 
 def measure_steps(config: EngineConfig, cases: tuple[StepCase, ...] = CASES) -> dict[str, Any]:
-    """All cases, and the limits before and after them, of which the larger ones are the truer. JSON-able."""
+    """All cases, and the limits before and after them, of which the larger ones are the truer. JSON-able.
+
+    Raises BenchError where the checkpoint can't be read.
+    """
     limit_spinning()
+    from model.errors import ModelError
     from ops.bench.limits import Limits
     from ops.bench.step_runner import StepRunner
 
-    runner = StepRunner(config, cases)
+    try:
+        runner = StepRunner(config, cases)
+    except ModelError as error:
+        raise BenchError(str(error)) from error
     limits = Limits(runner.dtype, runner.device, config.num_threads)
     measured = [limits.measure()]
     found = [_summary(case, runner) for case in cases]
@@ -101,7 +116,7 @@ def _shares(found: dict[str, Any], limits: dict[str, float]) -> dict[str, float]
 @click.option("--block-size", type=click.Choice([8, 16, 32, 64]), default=16, help="Tokens in a block of the KV cache.")
 @num_threads_option
 @cache_dir_option
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write the JSON result to this file, too.")
+@json_option
 def command(model: str, cache_dir: str | None, json_file: str | None, **values: Any) -> None:
     """Measure single steps: how far from the machine's limits they are, and what they are spent on.
 

@@ -98,6 +98,7 @@ def test_the_sides_slept_while_they_were_not_running(report: dict[str, Any]) -> 
     [
         (["--batches", "1,x"], "use whole numbers from 1 with commas between them"),
         (["--model", "/nowhere"], "there is no model at /nowhere"),
+        (["--json", "/nowhere/result.json"], "there is no folder /nowhere that can be written to"),
         (["--prompt-mean", "4000"], "lower --prompt-mean, --output-mean or their sigmas"),
     ],
 )

@@ -10,6 +10,7 @@ import model.sampler
 from kernels.linear import PackedLinear
 from model.loader import load_checkpoint
 from ops.bench.bars import judge_bars
+from ops.bench.errors import BenchError
 from ops.bench.step_profile import KERNELS, REST
 from ops.bench.step_report import STEP_COLUMNS, print_steps
 from ops.bench.steps import StepCase, measure_steps
@@ -55,6 +56,11 @@ def test_steps_are_timed_and_their_work_is_counted(folder: Path, capsys: pytest.
     lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == list(STEP_COLUMNS)
     assert [line[0] for line in lines[1:4]] == [case["name"] for case in found["cases"]]
+
+
+def test_a_checkpoint_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"there is no model at .*nowhere"):
+        measure_steps(EngineConfig(str(tmp_path / "nowhere")), CASES)
 
 
 def test_the_kernels_of_a_step_are_found_where_the_model_calls_them() -> None:
