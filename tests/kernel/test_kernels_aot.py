@@ -66,7 +66,9 @@ def test_nothing_else_is_found_and_the_other_figures_are_there() -> None:
     assert rows["no product"]["shared_bytes"] < 1024
 
 
+@pytest.mark.slow
 def test_kernels_that_are_right_pass_for_the_oldest_target() -> None:
+    """As `make kernels-aot` shows in CI for all of them."""
     run = compiled("--cases", "kernels.gpu.rows", "--capability", "80", "--processes", "1")
     assert run.returncode == 0, run.stderr
     rows = figures(run)["rows"]
