@@ -55,13 +55,18 @@ def accepted(annotation: Any) -> str:
     return _WORDS[annotation]
 
 
+def is_switch(field: FieldInfo) -> bool:
+    """Whether a setting is on or off, so that its flag takes no value; one may have a default that depends."""
+    return field.annotation in (bool, bool | None)
+
+
 def render() -> str:
     """The whole text of docs/settings.md."""
     rows = []
     for name, field in Settings.model_fields.items():
         flag = flag_name(name)
         # A switch takes no value on the command line.
-        flags = f"`{flag}`, `--no-{flag[2:]}`" if field.annotation is bool else f"`{flag}`"
+        flags = f"`{flag}`, `--no-{flag[2:]}`" if is_switch(field) else f"`{flag}`"
         cells = [flags, f"`{env_name(name)}`", accepted_by(field), shown_default(name)]
         rows.append("| " + " | ".join([*cells, str(field.description)]) + " |\n")
     return _HEAD + "".join(rows) + _TAIL

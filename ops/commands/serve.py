@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from ops.first_message import show_start
 from ops.progress import ProgressReporter, progress_reporter
-from ops.settings_doc import accepted_by
+from ops.settings_doc import accepted_by, is_switch
 from ops.stopping import clearing_up
 from worker.dummy_model import find_dummy_model
 from worker.embedded import EmbeddedServer
@@ -28,7 +28,7 @@ def _setting_options() -> list[click.Parameter]:
     for name, field in Settings.model_fields.items():
         flag = flag_name(name)
         text = f"{field.description}  [default: {shown_default(name)}; env: {env_name(name)}]"
-        if field.annotation is bool:
+        if is_switch(field):
             options.append(click.Option([f"{flag}/--no-{flag[2:]}", name], default=None, help=text))
         else:
             words = accepted_by(field)

@@ -15,10 +15,10 @@ def test_a_killed_engine_whose_steps_overlap_is_replaced_and_what_was_in_flight_
     start_worker: StartWorker, own_queue: Queue
 ) -> None:
     """Undisturbed and one step after the other, in a worker of its own, the same jobs give the same tokens."""
-    with start_worker(overlap_scheduling="false") as plain:
+    with start_worker(overlap_scheduling=False) as plain:
         plain.wait_until_ready()
         undisturbed = [own_queue.run(**fields) for fields in LONG]
-    worker = start_worker(overlap_scheduling="true")
+    worker = start_worker(overlap_scheduling=True)
     worker.wait_until_ready()
     job_ids = [own_queue.enqueue(**fields) for fields in LONG]
     eventually(lambda: all(len(own_queue.reply(job_id).events) > 2 for job_id in job_ids), "tokens of both to come")

@@ -57,7 +57,14 @@ class WorkerProcess:
 
     def start(self, settings: dict[str, str], log: IO[bytes]) -> "subprocess.Popen[bytes]":
         """The process, whose output goes to `log`."""
-        flags = [(f"--{name.replace('_', '-')}", value) for name, value in settings.items()]
+        names = {name: name.replace("_", "-") for name in settings}
+        # A switch takes no value.
+        flags = [
+            (f"--{names[name] if value == 'True' else f'no-{names[name]}'}",)
+            if value in ("True", "False")
+            else (f"--{names[name]}", value)
+            for name, value in settings.items()
+        ]
         return subprocess.Popen([PAGEMILL, "serve", *chain.from_iterable(flags)], stdout=log, stderr=log)
 
     def wait_until_ready(self) -> dict[str, Any]:

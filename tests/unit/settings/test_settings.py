@@ -169,6 +169,6 @@ def test_every_setting_has_a_description_and_a_row_in_the_handbook() -> None:
     for name, field in Settings.model_fields.items():
         assert field.description, f"{name} has no docstring"
         (row,) = [line for line in settings_doc.render().splitlines() if f" | `{env_name(name)}` | " in line]
-        is_switch = Settings.model_fields[name].annotation is bool
+        is_switch = Settings.model_fields[name].annotation in (bool, bool | None)
         assert row.startswith(f"| `{flag_name(name)}`" + (f", `--no-{flag_name(name)[2:]}` |" if is_switch else " |"))
     assert settings_doc.PATH.read_text(encoding="utf-8") == settings_doc.render()
