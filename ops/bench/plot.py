@@ -3,12 +3,15 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from ops.bench.errors import BenchError
 from ops.bench.pictures import draw_report
+
+# What a comparison's result has at least.
+_PARTS: Final = {"workload": dict, "options": dict, "batches": list}
 
 
 @click.command()
@@ -54,4 +57,6 @@ def read_result(path: Path) -> dict[str, Any]:
         raise BenchError(f"{path} doesn't end with a JSON object: use what a bench printed") from error
     if not isinstance(found, dict):
         raise BenchError(f"{path} doesn't end with a JSON object: use what a bench printed")
+    if found.get("bench") == "pagemill" and not all(isinstance(found.get(name), kind) for name, kind in _PARTS.items()):
+        raise BenchError(f"{path} isn't what this version of the bench prints: measure again")
     return found

@@ -10,7 +10,7 @@ import pytest
 from ops.bench.cli import main
 from ops.bench.errors import BenchError
 from ops.bench.pictures import INSTALL, Series, check_installed, draw_report, pictures_of
-from ops.bench.plot import merged
+from ops.bench.plot import merged, read_result
 
 has_matplotlib = importlib.util.find_spec("matplotlib") is not None
 needs_matplotlib = pytest.mark.skipif(not has_matplotlib, reason="matplotlib (the extra `bench`) isn't installed")
@@ -121,6 +121,16 @@ def test_without_the_library_a_line_says_what_to_install(monkeypatch: pytest.Mon
         assert str(caught.value) == INSTALL
     with pytest.raises(BenchError, match="pip install 'pagemill"):
         main(["--svg", str(tmp_path), "--model", "/nowhere"])
+
+
+@pytest.mark.parametrize(
+    "text", ['{"bench": "pagemill"}', '{"bench": "pagemill", "workload": 1, "options": {}, "batches": []}']
+)
+def test_a_result_of_another_version_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(text)
+    with pytest.raises(BenchError, match="measure again"):
+        read_result(path)
 
 
 @pytest.mark.parametrize("text", ["", "no JSON at all", "[1, 2]"])
