@@ -38,11 +38,10 @@ def gather_blocks(kv_cache: torch.Tensor, ids: torch.Tensor, staging: torch.Tens
     _check_staging(kv_cache, ids, staging)
     if not ids.numel():
         return
-    if use_triton("block_copy", kv_cache):
-        words, staged = _as_words(kv_cache), _as_words(staging)
-        if words is not None and staged is not None and words.dtype is staged.dtype:
-            _move(words, staged, ids, None)
-            return
+    if (pair := _words_of_both(kv_cache, staging)) is not None:
+        words, staged = pair
+        _move(words, staged, ids, None)
+        return
     torch.index_select(_indexable(kv_cache), 0, ids, out=_indexable(staging))
 
 
@@ -51,12 +50,19 @@ def scatter_blocks(staging: torch.Tensor, ids: torch.Tensor, kv_cache: torch.Ten
     _check_staging(kv_cache, ids, staging)
     if not ids.numel():
         return
-    if use_triton("block_copy", kv_cache):
-        words, staged = _as_words(kv_cache), _as_words(staging)
-        if words is not None and staged is not None and words.dtype is staged.dtype:
-            _move(staged, words, None, ids)
-            return
+    if (pair := _words_of_both(kv_cache, staging)) is not None:
+        words, staged = pair
+        _move(staged, words, None, ids)
+        return
     _indexable(kv_cache).index_copy_(0, ids, _indexable(staging))
+
+
+def _words_of_both(kv_cache: torch.Tensor, staging: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Cache and staging as Triton's kernel moves them; None where torch does it."""
+    if not use_triton("block_copy", kv_cache):
+        return None
+    words, staged = _as_words(kv_cache), _as_words(staging)
+    return None if words is None or staged is None or words.dtype is not staged.dtype else (words, staged)
 
 
 def _check_staging(kv_cache: torch.Tensor, ids: torch.Tensor, staging: torch.Tensor) -> None:
