@@ -1,12 +1,12 @@
 """Kernel tests run on the compiled kernels, on those of torch operators, and marked ones on Triton's, too."""
 
-import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
 
 from kernels.dispatch import IS_INTERPRETED, has_compiled, implementation
+from tests.kernel.promises import IS_TRITON_PROMISED
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -46,7 +46,7 @@ def triton_in_use() -> Iterator[None]:
 def needs_interpreter() -> None:
     """Skip the test where Triton isn't there, or would compile. In CI on Linux, where it is promised, fail."""
     if find_spec("triton") is None:
-        if os.environ.get("CI") and os.uname().sysname == "Linux" and os.uname().machine == "x86_64":
+        if IS_TRITON_PROMISED:
             pytest.fail("the dev extra brings triton")
         pytest.skip("needs triton")
     if not IS_INTERPRETED:

@@ -17,11 +17,12 @@ from kernels.attention_inputs import PLAIN, AttentionOptions
 from kernels.dispatch import IS_INTERPRETED, implementation
 from kernels.paged_attention import paged_attention
 from tests.kernel.batches import Batch, ragged_batch
+from tests.kernel.promises import IS_TRITON_PROMISED
 
 HAS_CUDA: Final = torch.cuda.is_available()
 DEVICE: Final = "cuda" if HAS_CUDA else "cpu"
 needs_triton: Final = pytest.mark.skipif(
-    find_spec("triton") is None or not (HAS_CUDA or IS_INTERPRETED),
+    not IS_TRITON_PROMISED and (find_spec("triton") is None or not (HAS_CUDA or IS_INTERPRETED)),
     reason="needs triton, and a CUDA device or TRITON_INTERPRET=1 from the start",
 )
 # Relative norms of the error. The interpreter cuts off where it makes bfloat16 of float32, a GPU rounds.
