@@ -99,6 +99,10 @@ class Generation:
         return tail
 
     def skip_text(self, num_chars: int) -> None:
-        """Drop the first characters that are ready: an earlier attempt has already sent them."""
+        """Drop the first characters of the text and then of the tail: an earlier attempt has already sent them.
+
+        The tail may have gone out with the last ids, in an event that outlived the terminal one.
+        """
         text = self.take_text()
         self._ready.append(text[num_chars:])
+        self._tail = self._tail[max(0, num_chars - len(text)) :]

@@ -43,25 +43,6 @@ class TextStream:
         self._decoder = decode_stream(tokenizer, prompt_tail)
         self._stops = StopMatcher(stop, include_stop)
 
-    @classmethod
-    def resume(
-        cls,
-        tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
-        *,
-        include_stop: bool = False,
-        prompt_tail: Sequence[int] = (),
-        ids: Sequence[int],
-        num_chars_sent: int,
-    ) -> tuple["TextStream", TextDelta]:
-        """Go on after `ids`, of whose text the reader already has the first characters.
-
-        The delta is what is still owed; it says as well whether a stop string has already ended the reply.
-        """
-        stream = cls(tokenizer, stop, include_stop=include_stop, prompt_tail=prompt_tail)
-        delta = stream.push(ids)
-        return stream, TextDelta(delta.text[num_chars_sent:], delta.finished_by_stop, delta.num_tokens_kept)
-
     @property
     def finished_by_stop(self) -> bool:
         """Whether a stop string has ended the text; only `finish` can find one later than its last token."""

@@ -64,9 +64,9 @@ def checkpoints(reply: Reply) -> list[tuple[str, dict[str, str]]]:
     return events
 
 
-@pytest.mark.parametrize("kind", [*JOBS, "stop"])
+@pytest.mark.parametrize("kind", [*JOBS, "stop", "tail"])
 def test_after_a_death_at_any_event_the_reply_is_what_it_would_have_been(queue: Queue, kind: str) -> None:
-    job = JOBS.get(kind) or stopping_job(queue)
+    job = JOBS.get(kind) or (stopping_job(queue) if kind == "stop" else tailed_job(queue))
     whole = queue.run(id=f"{kind}-whole", **job)
     events = checkpoints(whole) if kind == "unstreamed" else whole.events[:-1]
     assert len(events) > 3
@@ -93,3 +93,13 @@ def stopping_job(queue: Queue) -> dict[str, Any]:
     stop = text[12:15]
     assert text.index(stop) == 12
     return job | {"stop": stop}
+
+
+def tailed_job(queue: Queue) -> dict[str, Any]:
+    """A job whose last character is held back to the end, and goes out with the last ids, before the `end` event."""
+    job: dict[str, Any] = {"prompt": "where nobody sleeps", **GREEDY}
+    text = queue.run(**job).text
+    job["stop"] = f"{text[-1]} and what never comes"
+    last = [fields for _, fields in queue.run(**job).events if fields["e"] == "token"][-1]
+    assert last["text"].endswith(text[-1])
+    return job

@@ -196,25 +196,6 @@ def test_behind_a_prompt_the_text_is_what_the_whole_has_more_than_the_prompt(kin
     assert tokenizer.decode(prompt) + text == tokenizer.decode(prompt + ids)
 
 
-@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
-@settings(max_examples=200, deadline=None)
-@given(data=st.data())
-def test_a_stream_that_is_resumed_owes_exactly_what_was_not_sent(kind: str, data: st.DataObject) -> None:
-    tokenizer = tokenizer_of(kind)
-    text = data.draw(st.text(st.sampled_from("aab日é "), max_size=30))
-    stops = data.draw(st.lists(st.text(st.sampled_from("aab日"), min_size=1, max_size=3), max_size=2))
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    whole, kept = _streamed(TextStream(tokenizer, stops), [ids])
-    cut = data.draw(st.integers(0, kept))
-    first = TextStream(tokenizer, stops)
-    sent = first.push(ids[:cut]).text
-    sent = sent[: data.draw(st.integers(0, len(sent)))]
-    second, owed = TextStream.resume(tokenizer, stops, ids=ids[:cut], num_chars_sent=len(sent))
-    assert owed.finished_by_stop == first.finished_by_stop
-    rest = "" if owed.finished_by_stop else _streamed(second, [ids[cut:]])[0]
-    assert sent + owed.text + rest == whole
-
-
 def test_no_token_is_decoded_more_than_a_few_times() -> None:
     """The longest runs that must be kept back: bytes that never become a character."""
     for kind in ("byte-level", "sentencepiece"):
