@@ -70,10 +70,10 @@ def test_a_fallback_is_told_once_with_its_reason(
     batch = batch_of_four_heads()
     with caplog.at_level(logging.WARNING, logger="pagemill.kernels"):
         for _ in range(2):
-            attend(batch, AttentionOptions(window=5, soft_cap=3.0))
+            attend(batch, AttentionOptions(window=5, soft_cap=3.0, sinks=torch.ones(4)))
     told = [record.getMessage() for record in caplog.records]
     assert told == [
-        "the attention kernel falls back to torch's operators: the compiled kernel doesn't compute window, soft_cap"
+        "the attention kernel falls back to torch's operators: the compiled kernel doesn't compute soft_cap, sinks"
     ]
 
 
@@ -82,7 +82,7 @@ def test_torch_that_was_asked_for_is_no_fallback(
 ) -> None:
     monkeypatch.setattr(dispatch, "_told", set())
     with implementation("torch"), caplog.at_level(logging.WARNING, logger="pagemill.kernels"):
-        attend(batch_of_four_heads(), AttentionOptions(window=5))
+        attend(batch_of_four_heads(), AttentionOptions(soft_cap=5.0))
     assert not caplog.records
 
 
