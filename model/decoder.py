@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from kernels.paged_attention import AttentionMetadata
+from kernels.paged_attention import AttentionMetadata, AttentionOptions
 from kernels.rms_norm import add_rms_norm, rms_norm
 from model.config import ModelConfig
 from model.errors import UnsupportedModelError
@@ -42,7 +42,10 @@ class Decoder:
         self.quantization = quantization
         reader = WeightReader(weights, dtype, self.device, quantization)
         self.cos_sin = cos_sin_table(config, self.max_positions, self.device)
-        self.layers = [DecoderLayer(config, layer, reader, dtype) for layer in range(config.num_layers)]
+        self.layers = [
+            DecoderLayer(config, layer, reader, dtype, self._attention_options(layer))
+            for layer in range(config.num_layers)
+        ]
         self.final_norm = reader.take(FINAL_NORM)
         embedding = reader.take(EMBEDDING)
         # Where they are tied the table lives once, in the packed layer's layout, and rows are looked up there.
@@ -96,6 +99,11 @@ class Decoder:
         """[num_rows, vocab_size] from rows of `hidden`."""
         return self.lm_head(hidden)
 
+    def _attention_options(self, layer: int) -> AttentionOptions:
+        """A window that no position here outgrows is left out: the kernels are faster without."""
+        window = self.config.windows[layer] if self.config.windows else None
+        return AttentionOptions(window=None if window is None or window >= self.max_positions else window)
+
     @property
     def _next_norms(self) -> list[torch.Tensor]:
         """For each layer the norm that follows it, since a norm is fused with the addition before it."""
@@ -114,5 +122,7 @@ def check_supported(config: ModelConfig) -> None:
         raise UnsupportedModelError(
             f"{rotary_dim(config)} of {config.head_dim} elements of a head are to be rotated: it must be an even number"
         )
+    if config.windows and len(config.windows) != config.num_layers:
+        raise UnsupportedModelError(f"{len(config.windows)} windows don't belong to {config.num_layers} layers")
     if config.num_layers < 1:
         raise UnsupportedModelError("the configuration has no layers")
