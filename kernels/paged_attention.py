@@ -12,6 +12,7 @@ import torch
 
 from kernels.attention_inputs import FP8, PLAIN, AttentionMetadata, AttentionOptions, check
 from kernels.attention_torch import attend_with_torch
+from kernels.cache_dtype import check_cache_dtype
 from kernels.compiled import LANES, float_bits, launch, product_address, scratch
 from kernels.dispatch import selected, tell_fallback, use_compiled, use_triton
 
@@ -39,6 +40,7 @@ def paged_attention(
     call. Raises KernelInputError for what doesn't belong together, and for what the device can't compute.
     """
     check(query, kv_cache, layer, meta, options, out)
+    check_cache_dtype(kv_cache.dtype, query.device, ("attention",))
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
     if use_triton("attention", query):
         from kernels.gpu.paged_attention import attend_with_triton, why_not_triton
