@@ -38,7 +38,7 @@ class DrawnIds:
         self._draw_of[row] = -1
 
     def find(self, rows: IntArray, ends: IntArray) -> tuple[IntArray, IntArray]:
-        """Of these rows' last tokens, before `ends`, those that are only drawn yet: their indices, and which of `ids`."""
+        """Of these rows' last tokens, before `ends`: indices of those only drawn yet, and which of `ids` they are."""
         draws = self._draw_of[rows]
         found = np.flatnonzero((draws >= 0) & (self._positions[rows] == ends - 1))
         return found, draws[found]
