@@ -12,10 +12,11 @@ from model.cuda_graphs import Capture, CudaCapture
 from model.decode_shapes import decode_shapes
 from model.decoder import Decoder
 from model.forward import ForwardPass
-from model.input_batch import InputBatch, IntArray, StepInputs
+from model.input_batch import InputBatch
 from model.kv_cache import KVCache
 from model.sampler import Sampler
 from model.staging import HostCopy, transport_for
+from model.step_inputs import IntArray, StepInputs
 from model.step_splitter import SplitStep, compute_in_parts
 from model.threads import set_num_threads
 from scheduler.output import Candidate, Chunks, ModelRunnerOutput, NewRow, SchedulerOutput, TransferResult
