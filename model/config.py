@@ -175,12 +175,26 @@ def _llama_flag(values: ConfigValues, architecture: str, name: str) -> bool:
 
 
 def _refuse_quantized(values: ConfigValues) -> None:
+    """Weights in integers; a cache in 8 bits alone leaves the weights as they are."""
     quantization = values.get("quantization_config")
-    if quantization:
+    if quantization and not _is_of_cache_alone(quantization):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise UnsupportedModelError(
             f"{values.origin}: weights quantised by {method!r} aren't read: use the original checkpoint or a GGUF file"
         )
+
+
+def _is_of_cache_alone(quantization: Any) -> bool:
+    """Whether compressed-tensors says no more than one scale each for a layer's keys and values in FP8."""
+    if not isinstance(quantization, dict) or quantization.get("config_groups") != {}:
+        return False
+    scheme, wanted = quantization.get("kv_cache_scheme"), {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    return (
+        quantization.get("quant_method") == "compressed-tensors"
+        and isinstance(scheme, dict)
+        and scheme.items() >= wanted.items()
+        and not scheme.get("dynamic")
+    )
 
 
 def _refuse_uncomputed(values: ConfigValues) -> None:

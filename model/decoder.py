@@ -8,6 +8,7 @@ from kernels.paged_attention import AttentionMetadata, AttentionOptions
 from kernels.rms_norm import add_rms_norm, rms_norm
 from model.config import ModelConfig
 from model.errors import UnsupportedModelError
+from model.kv_cache_dtype import kv_scales
 from model.layers import DecoderLayer, ForwardContext
 from model.quantization import make_linear, make_table
 from model.rope import cos_sin_table, rotary_dim
@@ -19,7 +20,8 @@ class Decoder:
 
     `weights` are tensors under Hugging Face names; a mutable mapping is emptied while it is read, so that source and
     packed copy of the whole model never exist at once. `max_positions` bounds the positions that `forward` accepts
-    (default: the checkpoint's own limit). `quantization` is one of QUANTIZATIONS.
+    (default: the checkpoint's own limit). `quantization` is one of QUANTIZATIONS. `kv_dtype` is that of the KV caches
+    that `forward` is given: `dtype` (the default), or float8_e4m3fn, with the checkpoint's scales if it has any.
 
     Raises WeightsMismatchError and UnsupportedModelError, each naming what is wrong.
     """
@@ -32,6 +34,7 @@ class Decoder:
         dtype: torch.dtype = torch.float32,
         max_positions: int | None = None,
         quantization: str = "none",
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         check_supported(config)
         check_weights(config, weights)
@@ -40,10 +43,11 @@ class Decoder:
         self.dtype = dtype
         self.max_positions = max_positions or config.max_position_embeddings
         self.quantization = quantization
+        self.kv_dtype = kv_dtype or dtype
         reader = WeightReader(weights, dtype, self.device, quantization)
         self.cos_sin = cos_sin_table(config, self.max_positions, self.device)
         self.layers = [
-            DecoderLayer(config, layer, reader, dtype, self._attention_options(layer))
+            DecoderLayer(config, layer, reader, dtype, self._attention_options(layer, weights))
             for layer in range(config.num_layers)
         ]
         self.final_norm = reader.take(FINAL_NORM)
@@ -99,10 +103,13 @@ class Decoder:
         """[num_rows, vocab_size] from rows of `hidden`."""
         return self.lm_head(hidden)
 
-    def _attention_options(self, layer: int) -> AttentionOptions:
+    def _attention_options(self, layer: int, weights: Mapping[str, torch.Tensor]) -> AttentionOptions:
         """A window that no position here outgrows is left out: the kernels are faster without."""
         window = self.config.windows[layer] if self.config.windows else None
-        return AttentionOptions(window=None if window is None or window >= self.max_positions else window)
+        k_scale, v_scale = kv_scales(weights, layer, self.kv_dtype)
+        return AttentionOptions(
+            window=None if window is None or window >= self.max_positions else window, k_scale=k_scale, v_scale=v_scale
+        )
 
     @property
     def _next_norms(self) -> list[torch.Tensor]:

@@ -56,6 +56,8 @@ class Attention:
             self.layer,
             self.num_heads,
             self.num_kv_heads,
+            self.options.k_scale,
+            self.options.v_scale,
         )
         return paged_attention(
             query, context.kv_cache, self.layer, context.meta, self.scale, options=self.options

@@ -76,7 +76,7 @@ def build_engine(config: EngineConfig, progress: ProgressCallback | None = None)
 
 
 def _build(config: EngineConfig, model: EngineModel, report: ProgressCallback) -> tuple[Engine, EngineInfo]:
-    dependence = batch_dependence(model.config, model.dtype, model.device)
+    dependence = batch_dependence(model.config, model.dtype, model.device, model.kv_dtype)
     if config.deterministic and dependence is not None:
         raise StartupError(f"deterministic can't be kept: {dependence}, or turn deterministic off")
     context = longest_context(config, model.config)
@@ -100,7 +100,7 @@ def _build(config: EngineConfig, model: EngineModel, report: ProgressCallback) -
         model.config,
         num_blocks=sizes.num_blocks,
         block_size=config.block_size,
-        dtype=model.dtype,
+        dtype=model.kv_dtype,
         device=model.device,
         num_cpu_blocks=sizes.num_swap_blocks,
         available_bytes=available_bytes,
@@ -132,6 +132,7 @@ def _build(config: EngineConfig, model: EngineModel, report: ProgressCallback) -
         batch_dependence=dependence,
         num_cuda_graphs=runner.num_graphs,
         graph_bytes=graph_bytes,
+        kv_cache_dtype=dtype_name(model.kv_dtype),
     )
     overlapping = _overlapping(config, runner, model.device)
     return Engine(scheduler, runner, check_invariants=config.check_invariants, overlapping=overlapping), info
@@ -153,6 +154,7 @@ def _load_decoder(config: EngineConfig, model: EngineModel, context: int, report
         dtype=model.dtype,
         max_positions=context,
         quantization=config.quantization,
+        kv_dtype=model.kv_dtype,
     )
 
 

@@ -7,6 +7,7 @@ import torch
 
 from model.config import ModelConfig
 from model.kv_cache import kv_block_bytes
+from model.kv_cache_dtype import pick_kv_dtype
 from model.loader import load_config
 from model.quantization import QUANTIZATIONS
 from worker.engine_config import BLOCK_SIZES, EngineConfig
@@ -17,17 +18,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """A checkpoint, where and in which numbers it is computed, and the bytes of a block of its KV cache."""
+    """A checkpoint, where and in which numbers it is computed, and the numbers and block's bytes of its KV cache."""
 
     path: Path
     config: ModelConfig
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     block_bytes: int
 
 
 def read_model(config: EngineConfig) -> EngineModel:
-    """What `config` names. Raises StartupError, or ModelError where the checkpoint is none that can be computed."""
+    """What `config` names. Raises StartupError, or ModelError where it can't be computed."""
     if config.block_size not in BLOCK_SIZES:
         raise StartupError(f"block_size is {config.block_size}: use one of {', '.join(map(str, BLOCK_SIZES))}")
     if config.quantization not in QUANTIZATIONS:
@@ -36,7 +38,9 @@ def read_model(config: EngineConfig) -> EngineModel:
     device = _pick_device(config.device)
     model_config = load_config(path, config.load_format)
     dtype = _pick_dtype(config.dtype, model_config, device)
-    return EngineModel(path, model_config, device, dtype, kv_block_bytes(model_config, config.block_size, dtype))
+    kv_dtype = pick_kv_dtype(config.kv_cache_dtype, dtype, device)
+    block_bytes = kv_block_bytes(model_config, config.block_size, kv_dtype)
+    return EngineModel(path, model_config, device, dtype, kv_dtype, block_bytes)
 
 
 def _pick_device(name: str) -> torch.device:
@@ -62,10 +66,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def fingerprint(config: EngineConfig, model: EngineModel, *, is_deterministic: bool) -> str:
-    """A name for what decides the engine's numbers: model, dtype, device, kernels."""
+    """A name for what decides the engine's numbers: model, dtypes, device, kernels."""
     name = model.path.stem
     if config.load_format == "dummy":
         name = f"dummy-{model.path.name}"
     kept = "/deterministic" if is_deterministic else ""
     numbers = dtype_name(model.dtype) + ("" if config.quantization == "none" else f"-{config.quantization}")
+    if config.kv_cache_dtype != "auto":
+        numbers += f"-kv-{config.kv_cache_dtype}"
     return f"{name}/{numbers}/{model.device.type}/torch-{torch.__version__}{kept}"

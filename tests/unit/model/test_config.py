@@ -91,6 +91,12 @@ def test_the_model_type_serves_where_no_architecture_is_named(tmp_path: Path) ->
 MINISTRAL = MISTRAL | {"architectures": ["MinistralForCausalLM"], "sliding_window": 4096}
 MIXED = {"layer_types": ["full_attention", "sliding_attention"]}
 USED = {"use_sliding_window": True}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+KV_ALONE = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": FP8}
+
+
+def test_scales_of_a_cache_leave_the_weights_as_they_are(tmp_path: Path) -> None:
+    assert _read(tmp_path, LLAMA | {"quantization_config": KV_ALONE}) == _read(tmp_path, LLAMA)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +164,10 @@ def test_windows_that_contradict_the_architecture_are_refused_by_name(
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel isn't supported.*LlamaForCausalLM"),
         ({"architectures": None, "model_type": "gemma"}, "model_type 'gemma' isn't supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),
+        ({"quantization_config": KV_ALONE | {"config_groups": {"group_0": {}}}}, "quantised by 'compressed-tensors'"),
+        ({"quantization_config": KV_ALONE | {"kv_cache_scheme": None}}, "quantised by 'compressed-tensors'"),
+        ({"quantization_config": KV_ALONE | {"kv_cache_scheme": FP8 | {"num_bits": 4}}}, "quantised by"),
+        ({"quantization_config": KV_ALONE | {"kv_cache_scheme": FP8 | {"dynamic": True}}}, "quantised by"),
         ({"hidden_act": "gelu"}, "'gelu' isn't computed"),
         ({"rope_scaling": {"rope_type": "mrope"}}, "kind 'mrope' isn't computed"),
         ({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "differs between layers"),
