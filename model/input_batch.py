@@ -33,6 +33,7 @@ class InputBatch:
 
     A row that has changed hands between the two (its term has ended) gets nothing of its former owner's.
 
+    is_deterministic: what the attention of its steps is told (AttentionMetadata).
     shapes: what pure decodes are padded to; None pads nothing. It may be set to None later.
     staging: how arrays get to the device; by default one of its own on CUDA, and none on the CPU, where a tensor is the
     array's own memory.
@@ -45,11 +46,13 @@ class InputBatch:
         block_size: int,
         device: torch.device,
         *,
+        is_deterministic: bool = False,
         shapes: DecodeShapes | None = None,
         staging: Staging | None = None,
     ) -> None:
         self.max_model_len = max_model_len
         self.shapes = shapes
+        self._is_deterministic = is_deterministic
         self._device = device
         self._staging = staging or _staging_for(device, shapes, block_size)
         self._rows = SequenceRows(max_num_seqs, max_model_len, block_size)
@@ -163,6 +166,7 @@ class InputBatch:
             context_lens=self._to_device(_padded(layout.ends.astype(np.int32), num_seqs)),
             max_query_len=layout.max_query_len,
             max_context_len=max_context_len,
+            is_deterministic=self._is_deterministic,
         )
 
     def _sampling_rows(self, rows: IntArray, positions: IntArray) -> SamplingRows:

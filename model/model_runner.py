@@ -36,6 +36,8 @@ class RunnerConfig:
     num_threads: CPU threads of a step (None: one a physical core).
     kernel_cache_dir: where compiled kernels are kept (None: the user's cache folder).
     use_cuda_graphs: on CUDA pad decodes to a few shapes, whose graphs `capture_graphs` makes.
+    is_deterministic: attention has tiles and splits of fixed sizes; else it may size them by the batch, which is faster
+        on CUDA (AttentionMetadata).
     """
 
     max_num_seqs: int
@@ -45,6 +47,7 @@ class RunnerConfig:
     num_threads: int | None = None
     kernel_cache_dir: Path | None = None
     use_cuda_graphs: bool = False
+    is_deterministic: bool = False
 
 
 @dataclass(slots=True)
@@ -98,6 +101,7 @@ class ModelRunner:
             config.max_model_len,
             kv_cache.block_size,
             decoder.device,
+            is_deterministic=config.is_deterministic,
             shapes=decode_shapes(config.max_num_seqs, config.max_model_len) if config.use_cuda_graphs else None,
         )
         self.num_threads = set_num_threads(config.num_threads)

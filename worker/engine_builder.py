@@ -89,6 +89,7 @@ def _build(config: EngineConfig, model: EngineModel, report: ProgressCallback) -
         sampled_vocab_size=tokenizer.vocab_size,
         num_threads=config.num_threads,
         kernel_cache_dir=_kernel_folder(config),
+        is_deterministic=config.deterministic,
     )
     activation_bytes, graph_bytes = None, 0
     if model.device.type == "cuda":
