@@ -6,6 +6,7 @@ from typing import Final
 
 import torch
 
+from kernels.checks import INTEGERS, check_devices, check_dtypes
 from kernels.errors import KernelInputError
 
 # Of a cache whose keys and values are kept in 8 bits: 4 of exponent, 3 of mantissa, no infinities, at most 448.
@@ -25,6 +26,13 @@ class AttentionMetadata:
     max_query_len    no sequence has more query rows
     max_context_len  no sequence has more keys. Both bounds may be larger than what is there, up to what the table
                      holds: launches on CUDA are sized by them alone, so that a captured graph serves any lengths below
+
+    The three tensors may be int64, too. What stands in them is on the device, and to check it would be to wait for it.
+    So a length that breaks its bound does no harm: a sequence of more keys than max_context_len is computed all the
+    same (on CUDA its last split is longer: slower, and added up in another order), and keys past the end of the table
+    don't exist. Where max_query_len is 1 or less, more query rows than sequences are refused; rows of a sequence of
+    several beside one of none, of which shapes tell nothing, are NaN on CUDA, which no sampler takes for a token.
+
     is_deterministic tiles and splits are sized by the model alone, so that a row has the same bits in any batch, where
                      the kernel on CUDA could else size them by the batch. The compiled kernel on the CPU always does
     """
@@ -107,20 +115,29 @@ def check(
     out: torch.Tensor | None,
 ) -> None:
     """Raise KernelInputError unless these belong together. Looks at shapes and dtypes alone, never at contents."""
+    check_devices(
+        "query",
+        query,
+        kv_cache=kv_cache,
+        block_tables=meta.block_tables,
+        query_starts=meta.query_starts,
+        context_lens=meta.context_lens,
+        out=out,
+        sinks=options.sinks,
+        alibi_slopes=options.alibi_slopes,
+    )
     _check_tensors(query, kv_cache, layer, out)
     _check_batch(query, kv_cache, meta)
     for name in ("sinks", "alibi_slopes"):
         tensor = getattr(options, name)
-        if tensor is not None and (tensor.shape[0] != query.shape[1] or tensor.device != query.device):
-            raise KernelInputError(
-                f"{name} has {tensor.shape[0]} entries on {tensor.device}, the queries"
-                f" {query.shape[1]} heads on {query.device}"
-            )
+        if tensor is not None and tensor.shape[0] != query.shape[1]:
+            raise KernelInputError(f"{name} has {tensor.shape[0]} entries, the queries {query.shape[1]} heads")
 
 
 def _check_tensors(query: torch.Tensor, kv_cache: torch.Tensor, layer: int, out: torch.Tensor | None) -> None:
     is_one_dtype = query.dtype == kv_cache.dtype or (kv_cache.dtype is FP8 and query.dtype in _FP8_QUERIES)
-    if query.ndim != 3 or kv_cache.ndim != 6 or query.shape[2] != kv_cache.shape[5] or not is_one_dtype:
+    has_axes = query.ndim == 3 and kv_cache.ndim == 6
+    if not (has_axes and query.shape[2] == kv_cache.shape[5] and kv_cache.shape[2] == 2 and is_one_dtype):
         raise KernelInputError(
             f"query is {query.dtype} {tuple(query.shape)}, kv_cache {kv_cache.dtype} {tuple(kv_cache.shape)};"
             " they must be [num_tokens, num_heads, head_dim] and"
@@ -130,21 +147,24 @@ def _check_tensors(query: torch.Tensor, kv_cache: torch.Tensor, layer: int, out:
         raise KernelInputError(f"{query.shape[1]} query heads are no multiple of {kv_cache.shape[4]} KV heads")
     if not 0 <= layer < kv_cache.shape[1]:
         raise KernelInputError(f"layer is {layer}, and the cache has layers 0 to {kv_cache.shape[1] - 1}")
-    if query.device != kv_cache.device:
-        raise KernelInputError(f"query is on {query.device}, kv_cache on {kv_cache.device}: they must be on one device")
-    if out is not None and (out.shape != query.shape or out.dtype != query.dtype or out.device != query.device):
+    if out is not None and (out.shape != query.shape or out.dtype != query.dtype):
         raise KernelInputError(
-            f"out is {out.dtype} {tuple(out.shape)} on {out.device}; it must be like query, {query.dtype}"
-            f" {tuple(query.shape)} on {query.device}"
+            f"out is {out.dtype} {tuple(out.shape)}; it must be like query, {query.dtype} {tuple(query.shape)}"
         )
 
 
 def _check_batch(query: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> None:
-    num_seqs = meta.context_lens.shape[0]
-    if meta.block_tables.shape[0] != num_seqs or meta.query_starts.shape[0] != num_seqs + 1:
+    tables, starts, lens = meta.block_tables, meta.query_starts, meta.context_lens
+    check_dtypes(INTEGERS, block_tables=tables, query_starts=starts, context_lens=lens)
+    num_seqs = lens.numel()
+    if lens.ndim != 1 or tables.ndim != 2 or tables.shape[0] != num_seqs or starts.shape != (num_seqs + 1,):
         raise KernelInputError(
-            f"{num_seqs} context lengths, but block_tables {tuple(meta.block_tables.shape)}"
-            f" and query_starts {tuple(meta.query_starts.shape)}"
+            f"context_lens are {tuple(lens.shape)}, block_tables {tuple(tables.shape)} and query_starts"
+            f" {tuple(starts.shape)}; they must be [num_seqs], [num_seqs, max_blocks] and [num_seqs + 1]"
+        )
+    if meta.max_query_len <= 1 and query.shape[0] > num_seqs:
+        raise KernelInputError(
+            f"max_query_len is {meta.max_query_len}, but {num_seqs} sequences have {query.shape[0]} query rows"
         )
     capacity = meta.block_tables.shape[1] * kv_cache.shape[3]
     if meta.max_context_len > capacity:
@@ -152,5 +172,3 @@ def _check_batch(query: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMet
             f"max_context_len is {meta.max_context_len}, but block_tables {tuple(meta.block_tables.shape)}"
             f" of blocks of {kv_cache.shape[3]} hold {capacity} keys a sequence"
         )
-    if meta.block_tables.device != query.device:
-        raise KernelInputError(f"block_tables are on {meta.block_tables.device}, query on {query.device}")

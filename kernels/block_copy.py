@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from kernels.checks import check_devices, check_dtypes
 from kernels.dispatch import tell_fallback, use_triton
 from kernels.errors import KernelInputError
 
@@ -20,6 +21,8 @@ def copy_blocks(kv_cache: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) ->
 
     kv_cache [num_blocks, ...]; src, dst int64 [n]. No id may stand in both lists, and none twice in `dst`.
     """
+    check_devices("kv_cache", kv_cache, src=src, dst=dst)
+    check_dtypes((torch.int64,), src=src, dst=dst)
     if src.shape != dst.shape or src.ndim != 1:
         raise KernelInputError(
             f"src is {tuple(src.shape)} and dst {tuple(dst.shape)}; they must be lists of one length"
@@ -66,6 +69,8 @@ def _words_of_both(kv_cache: torch.Tensor, staging: torch.Tensor) -> tuple[torch
 
 
 def _check_staging(kv_cache: torch.Tensor, ids: torch.Tensor, staging: torch.Tensor) -> None:
+    check_devices("kv_cache", kv_cache, ids=ids, staging=staging)
+    check_dtypes((torch.int64,), ids=ids)
     wanted = (*ids.shape, *kv_cache.shape[1:])
     if ids.ndim != 1 or staging.shape != wanted or staging.dtype != kv_cache.dtype:
         raise KernelInputError(

@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from typing import Final
 
@@ -93,11 +94,23 @@ def use_compiled(kernel: str, tensor: torch.Tensor) -> bool:
 
 def use_triton(kernel: str, tensor: torch.Tensor) -> bool:
     """True where a call on `tensor` takes Triton's kernel, if that computes such a call at all."""
+    return takes_triton(kernel, tensor.device)
+
+
+def takes_triton(kernel: str, device: torch.device) -> bool:
+    """The same of calls on tensors of a device."""
     if _selected[kernel] == "torch" or not _HAS_TRITON:
         return False
-    if tensor.device.type == "cuda":
+    if device.type == "cuda":
         return True
-    return IS_INTERPRETED and _selected[kernel] == "triton" and tensor.device.type == "cpu"
+    return IS_INTERPRETED and _selected[kernel] == "triton" and device.type == "cpu"
+
+
+@cache
+def capability_of_cuda(device: torch.device) -> int:
+    """Compute capability of a CUDA device, 10 * major + minor: 90 for 9.0."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def tell_fallback(kernel: str, why: str) -> None:

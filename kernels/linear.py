@@ -2,6 +2,7 @@
 
 import torch
 
+from kernels.checks import check_devices
 from kernels.compiled import LANES, launch, product_address, threads_for
 from kernels.dispatch import has_compiled
 from kernels.errors import KernelInputError
@@ -50,6 +51,7 @@ class PackedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features] → [rows, out_features]; rows of the result may be strided."""
         check_x(x, self.in_features, self.dtype)
+        check_devices("x", x, weight=self._weight)
         if not self.is_packed:
             return torch.nn.functional.linear(x, self._weight, self._plain_bias)
         if not has_compiled("linear"):  # switched off after the weights were laid out
@@ -77,6 +79,7 @@ class PackedLinear:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weight by id, [n, in_features]: the embedding of a model whose output layer is tied to it."""
+        check_devices("ids", ids, weight=self._weight)
         if not self.is_packed:
             return torch.nn.functional.embedding(ids, self._weight)
         # Torch's indexing by a tensor would wake its own threads, which then spin in the way of ours for milliseconds.
@@ -101,6 +104,7 @@ class PackedLinear:
 
 def check_weight(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Raises KernelInputError where these are not a layer's."""
+    check_devices("weight", weight, bias=bias)
     if weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         raise KernelInputError(
             f"weight is {tuple(weight.shape)} and bias {None if bias is None else tuple(bias.shape)};"

@@ -12,6 +12,7 @@ import torch
 
 from kernels.attention_inputs import FP8, PLAIN, AttentionMetadata, AttentionOptions, check
 from kernels.attention_torch import attend_with_torch
+from kernels.cache_dtype import check_cache_dtype
 from kernels.compiled import LANES, float_bits, launch, product_address, scratch
 from kernels.dispatch import selected, tell_fallback, use_compiled, use_triton
 
@@ -39,6 +40,7 @@ def paged_attention(
     call. Raises KernelInputError for what doesn't belong together, and for what the device can't compute.
     """
     check(query, kv_cache, layer, meta, options, out)
+    check_cache_dtype(kv_cache.dtype, query.device, ("attention",))
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
     if use_triton("attention", query):
         from kernels.gpu.paged_attention import attend_with_triton, why_not_triton
@@ -50,7 +52,7 @@ def paged_attention(
     else:
         why = _why_not_compiled(query, kv_cache, meta, options, out)
         if why is None:
-            _launch(query, kv_cache, layer, meta, scale, out)
+            _launch(query, kv_cache, layer, meta, scale, options.window, out)
             return out
     if selected("attention") != "torch":
         tell_fallback("attention", why)
@@ -61,12 +63,14 @@ def paged_attention(
 def _why_not_compiled(
     query: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions, out: torch.Tensor
 ) -> str | None:
-    """What the compiled kernel lacks for this call: it makes the plain product, in whole vectors of float32."""
+    """What the compiled kernel lacks for this call: it makes products of whole vectors of float32, and masks keys."""
     head_dim = query.shape[2]
     if not use_compiled("attention", query):
         return f"{query.dtype} on {query.device.type} has no other kernel"
-    if not options.is_plain or kv_cache.dtype is FP8:
-        return f"the compiled kernel doesn't compute {', '.join(options.names) or kv_cache.dtype}"
+    if kv_cache.dtype is FP8:
+        return f"the compiled kernel doesn't read {FP8}"
+    if lacking := [name for name in options.names if name != "window"]:
+        return f"the compiled kernel doesn't compute {', '.join(lacking)}"
     if head_dim % LANES:
         return f"the head size {head_dim} is no multiple of {LANES}"
     return _why_not_read(query, kv_cache, meta, out)
@@ -94,7 +98,13 @@ def _scratch_bytes(head_dim: int, group: int) -> int:
 
 
 def _launch(
-    query: torch.Tensor, kv_cache: torch.Tensor, layer: int, meta: AttentionMetadata, scale: float, out: torch.Tensor
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    meta: AttentionMetadata,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
 ) -> None:
     num_kv_heads, head_dim = kv_cache.shape[4], kv_cache.shape[5]
     group = query.shape[1] // num_kv_heads
@@ -102,6 +112,7 @@ def _launch(
     block_stride, layer_stride, value_stride, slot_stride = (4 * n for n in kv_cache.stride()[:4])
     num_threads = torch.get_num_threads()
     thread_bytes = _scratch_bytes(head_dim, group)
+    max_keys = meta.block_tables.shape[1] * kv_cache.shape[3]
     launch(
         "attention",
         (
@@ -110,7 +121,7 @@ def _launch(
             meta.block_tables.data_ptr(), meta.block_tables.stride(0) * 4, meta.query_starts.data_ptr(),
             meta.context_lens.data_ptr(), meta.context_lens.shape[0], num_kv_heads, group, head_dim, float_bits(scale),
             scratch(num_threads * thread_bytes).data_ptr(), thread_bytes, product_address(),
-            meta.block_tables.shape[1] * kv_cache.shape[3],
+            max_keys, max_keys if window is None else min(window, max_keys),
         ),
         num_threads,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.checks import check_devices, check_dtypes
 from kernels.compiled import launch, scratch
 from kernels.dispatch import use_compiled, use_triton
 from kernels.errors import KernelInputError
@@ -40,12 +41,19 @@ class Penalties:
         return Penalties(self.token_ids, *(each[start:end] for each in self.columns))
 
     @property
+    def wholes(self) -> dict[str, torch.Tensor]:
+        """The tensors of one whole number a row, by name."""
+        return {"sequences": self.sequences, "num_prompt": self.num_prompt, "num_tokens": self.num_tokens}
+
+    @property
+    def amounts(self) -> dict[str, torch.Tensor]:
+        """The tensors of one amount a row, by name."""
+        return {"repetition": self.repetition, "frequency": self.frequency, "presence": self.presence}
+
+    @property
     def columns(self) -> tuple[torch.Tensor, ...]:
         """The tensors of one element a row."""
-        return (
-            *(self.sequences, self.num_prompt, self.num_tokens),
-            *(self.repetition, self.frequency, self.presence),
-        )
+        return (*self.wholes.values(), *self.amounts.values())
 
 
 def apply_penalties(logits: torch.Tensor, penalties: Penalties) -> None:
@@ -53,16 +61,13 @@ def apply_penalties(logits: torch.Tensor, penalties: Penalties) -> None:
 
     On CUDA the host waits for nothing. Raises KernelInputError.
     """
-    token_ids = penalties.token_ids
-    if (
-        logits.ndim != 2
-        or logits.dtype is not torch.float32
-        or token_ids.ndim != 2
-        or token_ids.dtype is not torch.int64
-    ):
+    token_ids, wholes, amounts = penalties.token_ids, penalties.wholes, penalties.amounts
+    check_devices("logits", logits, token_ids=token_ids, **wholes, **amounts)
+    check_dtypes((torch.float32,), logits=logits, **amounts)
+    check_dtypes((torch.int64,), token_ids=token_ids, **wholes)
+    if logits.ndim != 2 or token_ids.ndim != 2:
         raise KernelInputError(
-            f"logits are {logits.dtype} {tuple(logits.shape)}, token_ids {token_ids.dtype} {tuple(token_ids.shape)}; "
-            "they must be float32 and int64, of two dimensions"
+            f"logits are {tuple(logits.shape)} and token_ids {tuple(token_ids.shape)}; they must be of two dimensions"
         )
     if any(each.shape != logits.shape[:1] for each in penalties.columns):
         raise KernelInputError(f"each column of the penalties must have {len(logits)} elements, one a row of logits")
@@ -89,9 +94,7 @@ def _apply_with_torch(logits: torch.Tensor, penalties: Penalties) -> None:
         torch.zeros(logits.shape, dtype=torch.int32, device=logits.device).scatter_add_(1, tokens, is_counted.int())
         for is_counted in (is_known & ~is_prompt, is_known & is_prompt)
     )
-    repetition, frequency, presence = (
-        each.float()[:, None] for each in (penalties.repetition, penalties.frequency, penalties.presence)
-    )
+    repetition, frequency, presence = (each[:, None] for each in penalties.amounts.values())
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     penalised = torch.where(counts + times_in_prompt > 0, repeated, logits)
     logits.copy_(torch.where(counts > 0, penalised - frequency * counts - presence, penalised))
@@ -103,14 +106,13 @@ def _launch(logits: torch.Tensor, penalties: Penalties) -> None:
     num_rows, vocab_size = logits.shape
     num_threads = min(torch.get_num_threads(), max(1, num_rows))
     thread_bytes = scratch_bytes(vocab_size)
-    whole = [each.long().contiguous() for each in penalties.columns[:3]]
-    floats = [each.float().contiguous() for each in penalties.columns[3:]]
+    columns = [each.contiguous() for each in penalties.columns]
     launch(
         "penalties",
         (
             logits.data_ptr(), logits.stride(0) * 4, vocab_size, num_rows,
             penalties.token_ids.data_ptr(), penalties.token_ids.stride(0) * 8,
-            *(each.data_ptr() for each in (*whole, *floats)),
+            *(each.data_ptr() for each in columns),
             scratch(num_threads * thread_bytes).data_ptr(), thread_bytes,
         ),
         num_threads,

@@ -5,6 +5,7 @@ from typing import Final
 
 import torch
 
+from kernels.checks import check_devices
 from kernels.compiled import LANES, launch, scratch, threads_for
 from kernels.dispatch import has_compiled, tell_fallback
 from kernels.linear import ITEM_BYTES, check_ids, check_weight, check_x
@@ -59,6 +60,7 @@ class QuantizedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features] → [rows, out_features]; rows of the result may be strided."""
         check_x(x, self.in_features, self.dtype)
+        check_devices("x", x, weight=self._panels)
         if self._is_compiled():
             return self._launch(x)
         return self._with_torch(x)
@@ -110,6 +112,7 @@ class QuantizedLinear:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weight by id, dequantized, [n, in_features]: an embedding table."""
+        check_devices("ids", ids, weight=self._panels)
         ids = ids.long().contiguous()
         if ids.device.type == "cpu":  # elsewhere the host would wait for the device, which a captured graph can't
             check_ids(ids, self.out_features)

@@ -4,6 +4,7 @@ from typing import Final
 
 import torch
 
+from kernels.checks import check_devices
 from kernels.compiled import float_bits, launch, takes_rows, threads_for
 from kernels.dispatch import TRITON_DTYPES, tell_fallback, use_triton
 from kernels.errors import KernelInputError
@@ -31,6 +32,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     x and residual [num_tokens, hidden], weight [hidden], all of one dtype.
     """
     _check(x, weight)
+    check_devices("x", x, residual=residual)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise KernelInputError(f"residual is {residual.dtype} {tuple(residual.shape)}, x {x.dtype} {tuple(x.shape)}")
     if residual.stride(1) == 1 and _takes_triton(x):
@@ -42,6 +44,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
+    check_devices("x", x, weight=weight)
     if x.ndim != 2 or weight.shape != x.shape[1:] or weight.dtype != x.dtype:
         raise KernelInputError(
             f"x is {x.dtype} {tuple(x.shape)} and weight {weight.dtype} {tuple(weight.shape)};"

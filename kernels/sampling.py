@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.checks import check_devices
 from kernels.compiled import launch, scratch
 from kernels.dispatch import use_compiled, use_triton
 from kernels.errors import KernelInputError
@@ -46,24 +47,27 @@ def sample(
 
     On CUDA the host waits for nothing, so that a graph can hold the call. Raises KernelInputError.
     """
-    if logits.ndim != 2 or not 0 < vocab_limit <= logits.shape[1]:
+    if logits.ndim != 2 or not logits.is_floating_point() or not 0 < vocab_limit <= logits.shape[1]:
         raise KernelInputError(
-            f"logits are {tuple(logits.shape)} and vocab_limit is {vocab_limit}; it must lie in 1..vocab"
+            f"logits are {logits.dtype} {tuple(logits.shape)} and vocab_limit is {vocab_limit}; they must be floats"
+            " [rows, vocab], and it must lie in 1..vocab"
         )
     floats = [temperature, top_p, torch.zeros_like(temperature) if min_p is None else min_p]
     temperature, top_p, min_p = (each.float().contiguous() for each in floats)
     top_k, seeds, positions = (each.long().contiguous() for each in (top_k, seeds, positions))
     wishes = _Wishes(temperature, top_k, top_p, min_p, seeds, positions)
-    for name, each in zip(_Wishes._fields, wishes, strict=True):
-        if each.shape != logits.shape[:1] or each.device != logits.device:
+    check_devices("logits", logits, **wishes._asdict())
+    for name, each in wishes._asdict().items():
+        if each.shape != logits.shape[:1]:
             raise KernelInputError(
-                f"{name} is {tuple(each.shape)} on {each.device}, logits {tuple(logits.shape)} on {logits.device}; "
-                "each row needs one, on the device of the logits"
+                f"{name} is {tuple(each.shape)}, logits are {tuple(logits.shape)}; each row needs one"
             )
-    if use_triton("sample", logits) and logits.stride(1) == 1:
+    if use_triton("sample", logits):
         from kernels.gpu.sampling import sample as sample_with_triton
 
-        return sample_with_triton(logits, *wishes, vocab_limit)
+        # Adjacent columns, by a copy if it must be: less than the sort of torch's operators.
+        adjacent = logits if logits.stride(1) == 1 else logits[:, :vocab_limit].contiguous()
+        return sample_with_triton(adjacent, *wishes, vocab_limit)
     if use_compiled("sample", logits) and logits.stride(1) == 1:
         return _launch(logits, wishes, vocab_limit)
     return _sample_with_torch(logits[:, :vocab_limit].float(), wishes)

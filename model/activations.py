@@ -40,7 +40,7 @@ def measure_activations(decoder: Decoder, config: RunnerConfig, block_size: int,
         replace(decoder.config, num_layers=len(shallow.layers)),
         num_blocks=1,
         block_size=block_size,
-        dtype=decoder.dtype,
+        dtype=decoder.kv_dtype,
         device=decoder.device,
     )
     runner = ModelRunner(shallow, cache, config)

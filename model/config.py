@@ -1,14 +1,15 @@
 """What a checkpoint is: the shape of a Llama-family decoder, read from config.json or from a GGUF header."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
+from model.config_values import ConfigValues
 from model.errors import CorruptCheckpointError, UnsupportedModelError
 from model.json_files import read_json, read_json_if_there
 from model.rope_checks import check_rope
+from model.windows import windows_of
 
 DTYPES: Final = ("float32", "float16", "bfloat16")
 ROPE_KINDS: Final = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
@@ -16,6 +17,7 @@ ROPE_KINDS: Final = ("default", "linear", "dynamic", "yarn", "longrope", "llama3
 ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
 }
 """The decoders that ModelConfig expresses exactly, by the model type that config.json names."""
@@ -30,8 +32,12 @@ _UNCOMPUTED: Final = {
     ),
 }
 # What transformers takes for a value that config.json leaves out.
-_DEFAULT_POSITIONS: Final = {"LlamaForCausalLM": 2048, "MistralForCausalLM": 131072, "Qwen2ForCausalLM": 32768}
-_MISTRAL_WINDOW: Final = 4096
+_DEFAULT_POSITIONS: Final = {
+    "LlamaForCausalLM": 2048,
+    "MistralForCausalLM": 131072,
+    "MinistralForCausalLM": 131072,
+    "Qwen2ForCausalLM": 32768,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,10 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape of a decoder of the Llama family. Sizes are in elements."""
+    """Shape of a decoder of the Llama family. Sizes are in elements.
+
+    windows: for each layer how many keys a query sees, its own included; None where it sees all. Empty: all layers do.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -71,6 +80,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     architecture: str = "LlamaForCausalLM"
+    windows: tuple[int | None, ...] = ()
 
 
 def config_from_directory(directory: Path, default_dtype: str = "float32") -> ModelConfig:
@@ -80,20 +90,22 @@ def config_from_directory(directory: Path, default_dtype: str = "float32") -> Mo
     UnsupportedModelError, by name, for what the decoder doesn't compute exactly.
     """
     path = directory / "config.json"
-    values = _Values(read_json(path), str(path))
+    values = ConfigValues(read_json(path), str(path))
     architecture = _architecture(values)
     _refuse_quantized(values)
     _refuse_uncomputed(values)
     hidden_size, num_heads = values.count("hidden_size"), values.count("num_attention_heads")
+    num_layers = values.count("num_hidden_layers")
+    max_positions = values.count("max_position_embeddings", _DEFAULT_POSITIONS[architecture])
     config = ModelConfig(
         vocab_size=values.count("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=values.count("intermediate_size"),
-        num_layers=values.count("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=values.count("num_key_value_heads", num_heads),
         head_dim=values.count("head_dim", hidden_size // num_heads),
-        max_position_embeddings=values.count("max_position_embeddings", _DEFAULT_POSITIONS[architecture]),
+        max_position_embeddings=max_positions,
         rms_norm_eps=values.number("rms_norm_eps", 1e-6),
         tie_word_embeddings=values.flag("tie_word_embeddings"),
         qkv_bias=architecture == "Qwen2ForCausalLM" or _llama_flag(values, architecture, "attention_bias"),
@@ -105,8 +117,8 @@ def config_from_directory(directory: Path, default_dtype: str = "float32") -> Mo
         bos_token_id=values.token_id("bos_token_id"),
         eos_token_ids=declared_eos_ids(directory),
         architecture=architecture,
+        windows=windows_of(values, architecture, num_layers, max_positions),
     )
-    _refuse_window(values, config)
     return check_config(config, str(path))
 
 
@@ -147,49 +159,7 @@ def check_config(config: ModelConfig, origin: str) -> ModelConfig:
     return config
 
 
-class _Values:
-    """The entries of config.json, each checked as it is read."""
-
-    def __init__(self, values: Mapping[str, Any], origin: str) -> None:
-        self._values = values
-        self.origin = origin
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
-
-    def get(self, name: str) -> Any:
-        return self._values.get(name)
-
-    def fail(self, name: str, wanted: str) -> NoReturn:
-        found = f"is {self.get(name)!r}" if name in self._values else "is missing"
-        raise CorruptCheckpointError(f"{self.origin}: {name} {found}: it must be {wanted}")
-
-    def count(self, name: str, default: int | None = None) -> int:
-        value = default if self.get(name) is None else self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
-            self.fail(name, "a whole number from 1")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = default if self.get(name) is None else self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-            self.fail(name, "a number above 0")
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        value = self.get(name) or False
-        if not isinstance(value, bool):
-            self.fail(name, "true or false")
-        return value
-
-    def token_id(self, name: str) -> int | None:
-        value = self.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            self.fail(name, "a token id")
-        return value
-
-
-def _architecture(values: _Values) -> str:
+def _architecture(values: ConfigValues) -> str:
     named = values.get("architectures")
     name = named[0] if isinstance(named, list) and named else ARCHITECTURES.get(str(values.get("model_type")))
     if name not in ARCHITECTURES.values():
@@ -199,21 +169,35 @@ def _architecture(values: _Values) -> str:
     return str(name)
 
 
-def _llama_flag(values: _Values, architecture: str, name: str) -> bool:
+def _llama_flag(values: ConfigValues, architecture: str, name: str) -> bool:
     """A bias that only Llama's configuration can switch on; the others' classes don't look at it."""
     return architecture == "LlamaForCausalLM" and values.flag(name)
 
 
-def _refuse_quantized(values: _Values) -> None:
+def _refuse_quantized(values: ConfigValues) -> None:
+    """Weights in integers; a cache in 8 bits alone leaves the weights as they are."""
     quantization = values.get("quantization_config")
-    if quantization:
+    if quantization and not _is_of_cache_alone(quantization):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise UnsupportedModelError(
             f"{values.origin}: weights quantised by {method!r} aren't read: use the original checkpoint or a GGUF file"
         )
 
 
-def _refuse_uncomputed(values: _Values) -> None:
+def _is_of_cache_alone(quantization: Any) -> bool:
+    """Whether compressed-tensors says no more than one scale each for a layer's keys and values in FP8."""
+    if not isinstance(quantization, dict) or quantization.get("config_groups") != {}:
+        return False
+    scheme, wanted = quantization.get("kv_cache_scheme"), {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    return (
+        quantization.get("quant_method") == "compressed-tensors"
+        and isinstance(scheme, dict)
+        and scheme.items() >= wanted.items()
+        and not scheme.get("dynamic")
+    )
+
+
+def _refuse_uncomputed(values: ConfigValues) -> None:
     for name, neutral in _UNCOMPUTED.items():
         if values.get(name) not in neutral:
             raise UnsupportedModelError(
@@ -221,33 +205,7 @@ def _refuse_uncomputed(values: _Values) -> None:
             )
 
 
-def _refuse_window(values: _Values, config: ModelConfig) -> None:
-    """Sliding windows aren't computed; one that no context outgrows is none."""
-    kinds = values.get("layer_types") or []
-    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        values.fail("layer_types", "a list of names")
-    others = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if others:
-        raise UnsupportedModelError(f"{values.origin}: layers of type {others[0]!r} aren't computed: use another model")
-    if config.architecture == "MistralForCausalLM":
-        default = None if "sliding_window" in values else _MISTRAL_WINDOW
-        is_windowed = True
-    else:
-        default = None
-        is_windowed = "sliding_attention" in kinds or (
-            config.architecture == "Qwen2ForCausalLM" and values.flag("use_sliding_window")
-        )
-    if not is_windowed or (values.get("sliding_window") is None and default is None):
-        return
-    window = values.count("sliding_window", default)
-    if window < config.max_position_embeddings:
-        raise UnsupportedModelError(
-            f"{values.origin}: attention over a sliding window of {window} isn't computed: use a model without one, "
-            f"or lower max_position_embeddings to {window} in config.json"
-        )
-
-
-def _rope(values: _Values) -> RopeConfig:
+def _rope(values: ConfigValues) -> RopeConfig:
     """Both spellings: rope_theta with rope_scaling, and rope_parameters, which holds everything."""
     named = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if isinstance(named, dict) and set(named) == {"full_attention"}:
@@ -257,7 +215,7 @@ def _rope(values: _Values) -> RopeConfig:
     if any(isinstance(value, dict) for value in named.values()):
         raise UnsupportedModelError(f"{values.origin}: RoPE that differs between layers isn't computed")
     names = ("rope_theta", "partial_rotary_factor")
-    inner = _Values({name: values.get(name) for name in names} | named, values.origin)
+    inner = ConfigValues({name: values.get(name) for name in names} | named, values.origin)
     kind = str(named.get("rope_type") or named.get("type") or "default")
     params = {
         name: value for name, value in named.items() if name not in ("rope_type", "type", *names) and value is not None
@@ -276,7 +234,7 @@ def _rope(values: _Values) -> RopeConfig:
     )
 
 
-def _dtype(values: _Values, default: str) -> str:
+def _dtype(values: ConfigValues, default: str) -> str:
     named = values.get("dtype") or values.get("torch_dtype") or default
     name = str(named).removeprefix("torch.")
     if name not in DTYPES:

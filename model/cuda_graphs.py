@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from model.decode_shapes import DecodeShape
-from model.input_batch import StepInputs
+from model.step_inputs import StepInputs
 
 log = logging.getLogger("pagemill.model")
 

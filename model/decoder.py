@@ -4,10 +4,11 @@ from collections.abc import Mapping
 
 import torch
 
-from kernels.paged_attention import AttentionMetadata
+from kernels.paged_attention import AttentionMetadata, AttentionOptions
 from kernels.rms_norm import add_rms_norm, rms_norm
 from model.config import ModelConfig
 from model.errors import UnsupportedModelError
+from model.kv_cache_dtype import kv_scales
 from model.layers import DecoderLayer, ForwardContext
 from model.quantization import make_linear, make_table
 from model.rope import cos_sin_table, rotary_dim
@@ -19,7 +20,8 @@ class Decoder:
 
     `weights` are tensors under Hugging Face names; a mutable mapping is emptied while it is read, so that source and
     packed copy of the whole model never exist at once. `max_positions` bounds the positions that `forward` accepts
-    (default: the checkpoint's own limit). `quantization` is one of QUANTIZATIONS.
+    (default: the checkpoint's own limit). `quantization` is one of QUANTIZATIONS. `kv_dtype` is that of the KV caches
+    that `forward` is given: `dtype` (the default), or float8_e4m3fn, with the checkpoint's scales if it has any.
 
     Raises WeightsMismatchError and UnsupportedModelError, each naming what is wrong.
     """
@@ -32,6 +34,7 @@ class Decoder:
         dtype: torch.dtype = torch.float32,
         max_positions: int | None = None,
         quantization: str = "none",
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         check_supported(config)
         check_weights(config, weights)
@@ -40,9 +43,13 @@ class Decoder:
         self.dtype = dtype
         self.max_positions = max_positions or config.max_position_embeddings
         self.quantization = quantization
+        self.kv_dtype = kv_dtype or dtype
         reader = WeightReader(weights, dtype, self.device, quantization)
         self.cos_sin = cos_sin_table(config, self.max_positions, self.device)
-        self.layers = [DecoderLayer(config, layer, reader, dtype) for layer in range(config.num_layers)]
+        self.layers = [
+            DecoderLayer(config, layer, reader, dtype, self._attention_options(layer, weights))
+            for layer in range(config.num_layers)
+        ]
         self.final_norm = reader.take(FINAL_NORM)
         embedding = reader.take(EMBEDDING)
         # Where they are tied the table lives once, in the packed layer's layout, and rows are looked up there.
@@ -96,6 +103,14 @@ class Decoder:
         """[num_rows, vocab_size] from rows of `hidden`."""
         return self.lm_head(hidden)
 
+    def _attention_options(self, layer: int, weights: Mapping[str, torch.Tensor]) -> AttentionOptions:
+        """A window that no position here outgrows is left out: the kernels are faster without."""
+        window = self.config.windows[layer] if self.config.windows else None
+        k_scale, v_scale = kv_scales(weights, layer, self.kv_dtype)
+        return AttentionOptions(
+            window=None if window is None or window >= self.max_positions else window, k_scale=k_scale, v_scale=v_scale
+        )
+
     @property
     def _next_norms(self) -> list[torch.Tensor]:
         """For each layer the norm that follows it, since a norm is fused with the addition before it."""
@@ -114,5 +129,7 @@ def check_supported(config: ModelConfig) -> None:
         raise UnsupportedModelError(
             f"{rotary_dim(config)} of {config.head_dim} elements of a head are to be rotated: it must be an even number"
         )
+    if config.windows and len(config.windows) != config.num_layers:
+        raise UnsupportedModelError(f"{len(config.windows)} windows don't belong to {config.num_layers} layers")
     if config.num_layers < 1:
         raise UnsupportedModelError("the configuration has no layers")

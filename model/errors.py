@@ -17,6 +17,10 @@ class UnsupportedModelError(ModelError):
     """The checkpoint is sound, but it asks for something that Pagemill can't compute exactly."""
 
 
+class UnsupportedCacheError(ModelError):
+    """The KV cache can't be kept in this number format on this device."""
+
+
 class CheckpointCacheError(ModelError):
     """The converted checkpoint can't be written: no space, or no permission."""
 

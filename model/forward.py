@@ -7,9 +7,9 @@ import torch
 from model.cuda_graphs import Capture, DecodeGraphs
 from model.decode_shapes import DecodeShape
 from model.decoder import Decoder
-from model.input_batch import StepInputs
 from model.kv_cache import KVCache
 from model.layers import ForwardContext
+from model.step_inputs import StepInputs
 
 
 class ForwardPass:

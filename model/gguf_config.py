@@ -12,6 +12,7 @@ from model.config import ModelConfig, RopeConfig, check_config
 from model.errors import CorruptCheckpointError, UnsupportedModelError
 from model.gguf import GGUFFile
 from model.gguf_tokenizer import gguf_eos_ids
+from model.windows import Windows, windows_of_flags
 
 ARCHITECTURES: Final = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 ROPE_FACTORS: Final = "rope_freqs.weight"
@@ -52,6 +53,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
             hf_name(name, file)
     hidden_size, num_heads = values.count("embedding_length"), values.count("attention.head_count")
     head_dim = values.count("attention.key_length", hidden_size // num_heads)
+    windows = _windows(values)
     config = ModelConfig(
         vocab_size=_shape(file, "token_embd.weight")[0],
         hidden_size=hidden_size,
@@ -70,7 +72,8 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         dtype=_dtype(file),
         bos_token_id=_token_id(file.metadata, "bos"),
         eos_token_ids=gguf_eos_ids(file.metadata),
-        architecture=ARCHITECTURES[values.architecture],
+        architecture=_hf_architecture(values.architecture, windows),
+        windows=windows,
     )
     return check_config(config, file.path.name)
 
@@ -153,14 +156,33 @@ def _refuse_unexpressed(values: _Values) -> None:
             )
     if values.get("expert_count"):
         raise UnsupportedModelError(f"{name} is a mixture of {values.get('expert_count')} experts: use a dense model")
-    window, context = values.get("attention.sliding_window"), values.count("context_length")
-    if isinstance(window, int) and 0 < window < context:
-        raise UnsupportedModelError(f"{name} attends over a sliding window of {window}: use a model without one")
     if values.get("attention.causal") is False:
         raise UnsupportedModelError(f"{name} attends in both directions: it is an encoder, not a language model")
     key, value = values.get("attention.key_length"), values.get("attention.value_length")
     if key != value:
         raise UnsupportedModelError(f"{name} has keys of {key} and values of {value}: only equal sizes are computed")
+
+
+def _windows(values: _Values) -> Windows:
+    """Files of the llama architecture mean all layers where they don't say which; Qwen2's first ones never have it."""
+    window = values.get("attention.sliding_window")
+    if window is None or (window == 0 and isinstance(window, int)):
+        return ()
+    return windows_of_flags(
+        values.count("attention.sliding_window"),
+        values.get("attention.sliding_window_pattern"),
+        values.count("block_count"),
+        values.count("context_length"),
+        origin=values.file.path.name,
+        default=True if values.architecture == "llama" else None,
+    )
+
+
+def _hf_architecture(name: str, windows: Windows) -> str:
+    """The class that computes the same: Llama with windows is Mistral, or Ministral where some layers have none."""
+    if name != "llama" or not windows:
+        return ARCHITECTURES[name]
+    return "MinistralForCausalLM" if None in windows else "MistralForCausalLM"
 
 
 def _rope(values: _Values, head_dim: int) -> RopeConfig:

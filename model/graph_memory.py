@@ -24,7 +24,7 @@ def measure_graphs(
     They share a pool, which the largest sizes, so each further one takes about what the second does: its nodes. The KV
     cache is a single block: a graph holds where it is, not what it holds, and these are thrown away.
     """
-    cache = KVCache(decoder.config, num_blocks=1, block_size=block_size, dtype=decoder.dtype, device=decoder.device)
+    cache = KVCache(decoder.config, num_blocks=1, block_size=block_size, dtype=decoder.kv_dtype, device=decoder.device)
     runner = ModelRunner(decoder, cache, config)
     measured = _Measured(capture or CudaCapture(decoder.device), free_bytes or (lambda: _free(decoder.device)))
     if not runner.capture_graphs(measured, num_shapes=2):

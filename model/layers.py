@@ -6,7 +6,7 @@ import torch
 
 from kernels.activation import silu_and_mul
 from kernels.kv_cache_write import rope_and_write
-from kernels.paged_attention import AttentionMetadata, paged_attention
+from kernels.paged_attention import AttentionMetadata, AttentionOptions, paged_attention
 from model.config import ModelConfig
 from model.quantization import Linear, make_linear
 from model.weights import WeightReader
@@ -29,13 +29,16 @@ class ForwardContext:
 class Attention:
     """Grouped-query attention over the paged cache; q, k and v come from one product."""
 
-    def __init__(self, config: ModelConfig, layer: int, reader: WeightReader, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, reader: WeightReader, dtype: torch.dtype, options: AttentionOptions
+    ) -> None:
         prefix = f"model.layers.{layer}.self_attn"
         names = [f"{prefix}.{name}_proj" for name in ("q", "k", "v")]
         self.layer = layer
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
         self.scale = config.head_dim**-0.5
+        self.options = options
         self.qkv_proj = fused_linear(reader, names, config.qkv_bias, dtype)
         self.o_proj = fused_linear(reader, [f"{prefix}.o_proj"], config.o_bias, dtype)
 
@@ -53,8 +56,12 @@ class Attention:
             self.layer,
             self.num_heads,
             self.num_kv_heads,
+            self.options.k_scale,
+            self.options.v_scale,
         )
-        return paged_attention(query, context.kv_cache, self.layer, context.meta, self.scale).flatten(1)
+        return paged_attention(
+            query, context.kv_cache, self.layer, context.meta, self.scale, options=self.options
+        ).flatten(1)
 
 
 class GatedMLP:
@@ -72,10 +79,12 @@ class GatedMLP:
 
 
 class DecoderLayer:
-    """The weights of one layer, packed."""
+    """The weights of one layer, packed. `options` are what its attention wants beside them."""
 
-    def __init__(self, config: ModelConfig, layer: int, reader: WeightReader, dtype: torch.dtype) -> None:
-        self.attention = Attention(config, layer, reader, dtype)
+    def __init__(
+        self, config: ModelConfig, layer: int, reader: WeightReader, dtype: torch.dtype, options: AttentionOptions
+    ) -> None:
+        self.attention = Attention(config, layer, reader, dtype, options)
         self.mlp = GatedMLP(config, layer, reader, dtype)
         self.input_norm = reader.take(f"model.layers.{layer}.input_layernorm.weight")
         self.post_attention_norm = reader.take(f"model.layers.{layer}.post_attention_layernorm.weight")

@@ -12,10 +12,11 @@ from model.cuda_graphs import Capture, CudaCapture
 from model.decode_shapes import decode_shapes
 from model.decoder import Decoder
 from model.forward import ForwardPass
-from model.input_batch import InputBatch, IntArray, StepInputs
+from model.input_batch import InputBatch
 from model.kv_cache import KVCache
 from model.sampler import Sampler
 from model.staging import HostCopy, transport_for
+from model.step_inputs import IntArray, StepInputs
 from model.step_splitter import SplitStep, compute_in_parts
 from model.threads import set_num_threads
 from scheduler.output import Candidate, Chunks, ModelRunnerOutput, NewRow, SchedulerOutput, TransferResult
@@ -35,6 +36,8 @@ class RunnerConfig:
     num_threads: CPU threads of a step (None: one a physical core).
     kernel_cache_dir: where compiled kernels are kept (None: the user's cache folder).
     use_cuda_graphs: on CUDA pad decodes to a few shapes, whose graphs `capture_graphs` makes.
+    is_deterministic: attention has tiles and splits of fixed sizes; else it may size them by the batch, which is faster
+        on CUDA (AttentionMetadata).
     """
 
     max_num_seqs: int
@@ -44,6 +47,7 @@ class RunnerConfig:
     num_threads: int | None = None
     kernel_cache_dir: Path | None = None
     use_cuda_graphs: bool = False
+    is_deterministic: bool = False
 
 
 @dataclass(slots=True)
@@ -97,6 +101,7 @@ class ModelRunner:
             config.max_model_len,
             kv_cache.block_size,
             decoder.device,
+            is_deterministic=config.is_deterministic,
             shapes=decode_shapes(config.max_num_seqs, config.max_model_len) if config.use_cuda_graphs else None,
         )
         self.num_threads = set_num_threads(config.num_threads)

@@ -5,7 +5,7 @@ import torch
 from kernels.penalties import apply_penalties
 from kernels.sampling import sample
 from kernels.top_logprobs import top_logprobs
-from model.input_batch import SamplingRows
+from model.step_inputs import SamplingRows
 from scheduler.output import Candidate
 
 

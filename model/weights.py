@@ -8,6 +8,7 @@ import torch
 
 from model.config import ModelConfig
 from model.errors import WeightsMismatchError
+from model.kv_cache_dtype import is_kv_scale
 
 Shape = tuple[int, ...]
 
@@ -61,11 +62,11 @@ def check_weights(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> N
     """Raises WeightsMismatchError that lists what is missing, unexpected or of another shape.
 
     Allowed beside the expected: an lm_head where the embeddings are tied, and the rotary frequencies that old
-    checkpoints carry, since both follow from the configuration.
+    checkpoints carry, since both follow from the configuration; and scales of a KV cache in 8 bits.
     """
     expected = expected_shapes(config)
     missing = [name for name in expected if name not in weights]
-    unexpected = [name for name in weights if name not in expected and not _is_redundant(name, config)]
+    unexpected = [name for name in weights if name not in expected and not _is_allowed(name, config)]
     mis_shaped = [
         f"{name} is {list(_shape_of(name, weights))}, not {list(shape)}"
         for name, shape in expected.items()
@@ -84,8 +85,9 @@ def _shape_of(name: str, weights: Mapping[str, torch.Tensor]) -> Shape:
     return weights.shape_of(name) if isinstance(weights, LazyWeights) else tuple(weights[name].shape)
 
 
-def _is_redundant(name: str, config: ModelConfig) -> bool:
-    return name.endswith("rotary_emb.inv_freq") or (name == LM_HEAD and config.tie_word_embeddings)
+def _is_allowed(name: str, config: ModelConfig) -> bool:
+    is_implied = name.endswith("rotary_emb.inv_freq") or (name == LM_HEAD and config.tie_word_embeddings)
+    return is_implied or is_kv_scale(name)
 
 
 def _listed(names: list[str]) -> str:

@@ -8,22 +8,21 @@ from pathlib import Path
 import torch
 
 from model.activations import measure_activations
-from model.config import ModelConfig
 from model.decoder import Decoder
 from model.determinism import batch_dependence
 from model.errors import ModelError
 from model.graph_memory import measure_graphs
-from model.kv_cache import KVCache, kv_block_bytes
-from model.loader import load_checkpoint, load_config
+from model.kv_cache import KVCache
+from model.loader import load_checkpoint
 from model.model_runner import ModelRunner, RunnerConfig
-from model.quantization import QUANTIZATIONS
 from model.rates import measure_prefill, measure_swap
 from model.tokenizer import Tokenizer
 from scheduler.config import CacheConfig, PreemptionMode, SchedulerConfig
 from scheduler.errors import InvalidConfigError
 from scheduler.scheduler import Scheduler
 from worker.engine import Engine
-from worker.engine_config import BLOCK_SIZES, EngineConfig, EngineInfo
+from worker.engine_config import EngineConfig, EngineInfo
+from worker.engine_model import EngineModel, dtype_name, fingerprint, read_model
 from worker.engine_sizes import (
     BATCHED_TOKENS,
     check_fits,
@@ -49,18 +48,6 @@ MEASURE_S = 0.5
 TAKE_PAGES_S = 0.5
 # Compiled kernels lie here in the cache folder.
 KERNEL_FOLDER = "kernels"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """What is known of the model before its weights are read."""
-
-    path: Path
-    config: ModelConfig
-    device: torch.device
-    dtype: torch.dtype
-    block_bytes: int
 
 
 def build_engine(config: EngineConfig, progress: ProgressCallback | None = None) -> tuple[Engine, EngineInfo]:
@@ -71,7 +58,7 @@ def build_engine(config: EngineConfig, progress: ProgressCallback | None = None)
     room = headroom()
     need: Need | None = None
     try:
-        model = _read_model(config)
+        model = read_model(config)
         if model.device.type == "cpu":
             need = startup_need(config, model.config, model.dtype, model.block_bytes)
             check_fits(model.path, need)
@@ -88,124 +75,167 @@ def build_engine(config: EngineConfig, progress: ProgressCallback | None = None)
         raise
 
 
-def _read_model(config: EngineConfig) -> _Model:
-    if config.block_size not in BLOCK_SIZES:
-        raise StartupError(f"block_size is {config.block_size}: use one of {', '.join(map(str, BLOCK_SIZES))}")
-    if config.quantization not in QUANTIZATIONS:
-        raise StartupError(f"quantization is {config.quantization}: use {' or '.join(QUANTIZATIONS)}")
-    path = Path(config.model_path)
-    device = _pick_device(config.device)
-    model_config = load_config(path, config.load_format)
-    dtype = _pick_dtype(config.dtype, model_config, device)
-    return _Model(path, model_config, device, dtype, kv_block_bytes(model_config, config.block_size, dtype))
-
-
-def _build(config: EngineConfig, model: _Model, report: ProgressCallback) -> tuple[Engine, EngineInfo]:
-    path, model_config, device, dtype = model.path, model.config, model.device, model.dtype
-    dependence = batch_dependence(model_config, dtype, device)
+def _build(config: EngineConfig, model: EngineModel, report: ProgressCallback) -> tuple[Engine, EngineInfo]:
+    dependence = batch_dependence(model.config, model.dtype, model.device, model.kv_dtype)
     if config.deterministic and dependence is not None:
         raise StartupError(f"deterministic can't be kept: {dependence}, or turn deterministic off")
-    context = longest_context(config, model_config)
-    tokenizer = Tokenizer.from_checkpoint(path, config.load_format)
-    cache_dir = None if config.cache_dir is None else Path(config.cache_dir)
-    checkpoint = load_checkpoint(
-        path,
-        cache_dir=cache_dir,
-        dtype="auto" if config.load_format == "auto" else dtype_name(dtype),
-        progress=report,
-        load_format=config.load_format,
-        device=device,
-    )
-    decoder = Decoder(
-        model_config,
-        checkpoint.weights,
-        device=device,
-        dtype=dtype,
-        max_positions=context,
-        quantization=config.quantization,
-    )
-    batched_tokens = config.max_num_batched_tokens or max(BATCHED_TOKENS[device.type], config.max_num_seqs)
+    context = longest_context(config, model.config)
+    tokenizer = Tokenizer.from_checkpoint(model.path, config.load_format)
+    decoder = _load_decoder(config, model, context, report)
+    batched_tokens = config.max_num_batched_tokens or max(BATCHED_TOKENS[model.device.type], config.max_num_seqs)
     limits = RunnerConfig(
         max_num_seqs=config.max_num_seqs,
         max_model_len=context,
         sampled_vocab_size=tokenizer.vocab_size,
         num_threads=config.num_threads,
-        kernel_cache_dir=None if cache_dir is None else cache_dir / KERNEL_FOLDER,
+        kernel_cache_dir=_kernel_folder(config),
+        is_deterministic=config.deterministic,
     )
     activation_bytes, graph_bytes = None, 0
-    if device.type == "cuda":
+    if model.device.type == "cuda":
         activation_bytes = measure_activations(decoder, limits, config.block_size, batched_tokens)
-        if config.cuda_graphs:
-            measured = measure_graphs(decoder, replace(limits, use_cuda_graphs=True), config.block_size)
-            limits = replace(limits, use_cuda_graphs=measured is not None)
-            graph_bytes = measured or 0
-    num_blocks = pick_num_blocks(config, model.block_bytes, context, device, activation_bytes, graph_bytes)
-    max_model_len = fit_context(config, context, num_blocks)
-    limits = replace(limits, max_model_len=max_model_len)
-    num_swap_blocks = pick_num_swap_blocks(config, num_blocks, model.block_bytes, device)
+        limits, graph_bytes = _with_graphs(config, decoder, limits)
+    sizes = _fit_sizes(config, model, context, batched_tokens, activation_bytes, graph_bytes)
+    limits = replace(limits, max_model_len=sizes.max_model_len)
     kv_cache = KVCache(
-        model_config,
-        num_blocks=num_blocks,
+        model.config,
+        num_blocks=sizes.num_blocks,
         block_size=config.block_size,
-        dtype=dtype,
-        device=device,
-        num_cpu_blocks=num_swap_blocks,
+        dtype=model.kv_dtype,
+        device=model.device,
+        num_cpu_blocks=sizes.num_swap_blocks,
         available_bytes=available_bytes,
     )
     runner = ModelRunner(decoder, kv_cache, limits)
     runner.warm_up(report)
     runner.capture_graphs()
-    if device.type == "cpu":  # it decides nothing here, so it can wait until the kernels are compiled
+    if model.device.type == "cpu":  # it decides nothing here, so it can wait until the kernels are compiled
         activation_bytes = measure_activations(decoder, limits, config.block_size, batched_tokens)
-    swap_rate = prefill_rate = None
-    if num_swap_blocks:
-        swap_rate = measure_swap(kv_cache)
-        prefill_rate = measure_prefill(runner, kv_cache, min(batched_tokens, max_model_len), MEASURE_S)
+    rates = _measure_rates(runner, kv_cache, sizes)
     kv_cache.take_pages(TAKE_PAGES_S)
-    scheduler = Scheduler(
+    eos_token_ids = frozenset(model.config.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
+    scheduler = _make_scheduler(config, model, sizes, rates, eos_token_ids)
+    info = EngineInfo(
+        max_model_len=sizes.max_model_len,
+        num_blocks=sizes.num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        vocab_size=model.config.vocab_size,
+        kv_bytes_per_block=model.block_bytes,
+        device=model.device.type,
+        dtype=dtype_name(model.dtype),
+        fingerprint=fingerprint(config, model, is_deterministic=dependence is None),
+        pid=os.getpid(),
+        num_swap_blocks=sizes.num_swap_blocks,
+        swap_bytes_per_s=rates.swap_bytes_per_s,
+        prefill_tokens_per_s=rates.prefill_tokens_per_s,
+        activation_bytes=activation_bytes,
+        batch_dependence=dependence,
+        num_cuda_graphs=runner.num_graphs,
+        graph_bytes=graph_bytes,
+        kv_cache_dtype=dtype_name(model.kv_dtype),
+    )
+    overlapping = _overlapping(config, runner, model.device)
+    return Engine(scheduler, runner, check_invariants=config.check_invariants, overlapping=overlapping), info
+
+
+def _load_decoder(config: EngineConfig, model: EngineModel, context: int, report: ProgressCallback) -> Decoder:
+    checkpoint = load_checkpoint(
+        model.path,
+        cache_dir=None if config.cache_dir is None else Path(config.cache_dir),
+        dtype="auto" if config.load_format == "auto" else dtype_name(model.dtype),
+        progress=report,
+        load_format=config.load_format,
+        device=model.device,
+    )
+    return Decoder(
+        model.config,
+        checkpoint.weights,
+        device=model.device,
+        dtype=model.dtype,
+        max_positions=context,
+        quantization=config.quantization,
+        kv_dtype=model.kv_dtype,
+    )
+
+
+def _kernel_folder(config: EngineConfig) -> Path | None:
+    return None if config.cache_dir is None else Path(config.cache_dir) / KERNEL_FOLDER
+
+
+def _with_graphs(config: EngineConfig, decoder: Decoder, limits: RunnerConfig) -> tuple[RunnerConfig, int]:
+    """The limits, with CUDA graphs where they are wanted and can be captured, and the bytes that they will take."""
+    if not config.cuda_graphs:
+        return limits, 0
+    measured = measure_graphs(decoder, replace(limits, use_cuda_graphs=True), config.block_size)
+    return replace(limits, use_cuda_graphs=measured is not None), measured or 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """How much an engine holds and computes at a time."""
+
+    batched_tokens: int
+    num_blocks: int
+    num_swap_blocks: int
+    max_model_len: int
+
+
+def _fit_sizes(
+    config: EngineConfig,
+    model: EngineModel,
+    context: int,
+    batched_tokens: int,
+    activation_bytes: int | None,
+    graph_bytes: int,
+) -> _Sizes:
+    num_blocks = pick_num_blocks(config, model.block_bytes, context, model.device, activation_bytes, graph_bytes)
+    max_model_len = fit_context(config, context, num_blocks)
+    num_swap_blocks = pick_num_swap_blocks(config, num_blocks, model.block_bytes, model.device)
+    return _Sizes(batched_tokens, num_blocks, num_swap_blocks, max_model_len)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """What swapping and computing again are compared by; None where there is nothing to swap to."""
+
+    swap_bytes_per_s: float | None = None
+    prefill_tokens_per_s: float | None = None
+
+
+def _measure_rates(runner: ModelRunner, kv_cache: KVCache, sizes: _Sizes) -> _Rates:
+    if not sizes.num_swap_blocks:
+        return _Rates()
+    prompt_len = min(sizes.batched_tokens, sizes.max_model_len)
+    return _Rates(measure_swap(kv_cache), measure_prefill(runner, kv_cache, prompt_len, MEASURE_S))
+
+
+def _make_scheduler(
+    config: EngineConfig, model: EngineModel, sizes: _Sizes, rates: _Rates, eos_token_ids: frozenset[int]
+) -> Scheduler:
+    return Scheduler(
         SchedulerConfig(
-            max_model_len=max_model_len,
+            max_model_len=sizes.max_model_len,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=batched_tokens,
-            eos_token_ids=frozenset(model_config.eos_token_ids) | frozenset(tokenizer.eos_token_ids),
+            max_num_batched_tokens=sizes.batched_tokens,
+            eos_token_ids=eos_token_ids,
             preemption_mode=PreemptionMode(config.preemption_mode),
-            swap_bytes_per_s=swap_rate,
-            prefill_tokens_per_s=prefill_rate,
+            swap_bytes_per_s=rates.swap_bytes_per_s,
+            prefill_tokens_per_s=rates.prefill_tokens_per_s,
             write_behind_blocks=num_blocks_in(config.write_behind_mib, model.block_bytes),
             scheduling_policy=config.scheduling_policy,
             scheduler_delay_factor=config.scheduler_delay_factor,
             target_itl_ms=config.target_itl_ms,
         ),
         CacheConfig(
-            num_blocks=num_blocks,
+            num_blocks=sizes.num_blocks,
             block_size=config.block_size,
-            num_cpu_blocks=num_swap_blocks,
+            num_cpu_blocks=sizes.num_swap_blocks,
             enable_prefix_caching=config.enable_prefix_caching,
             kv_block_bytes=model.block_bytes,
-            swap_step_blocks=num_swap_step_blocks(config, model.block_bytes, device),
+            swap_step_blocks=num_swap_step_blocks(config, model.block_bytes, model.device),
         ),
     )
-    info = EngineInfo(
-        max_model_len=max_model_len,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        vocab_size=model_config.vocab_size,
-        kv_bytes_per_block=model.block_bytes,
-        device=device.type,
-        dtype=dtype_name(dtype),
-        fingerprint=_fingerprint(config, dtype, device, is_deterministic=dependence is None),
-        pid=os.getpid(),
-        num_swap_blocks=num_swap_blocks,
-        swap_bytes_per_s=swap_rate,
-        prefill_tokens_per_s=prefill_rate,
-        activation_bytes=activation_bytes,
-        batch_dependence=dependence,
-        num_cuda_graphs=runner.num_graphs,
-        graph_bytes=graph_bytes,
-    )
-    overlapping = _overlapping(config, runner, device)
-    return Engine(scheduler, runner, check_invariants=config.check_invariants, overlapping=overlapping), info
 
 
 def _overlapping(config: EngineConfig, runner: ModelRunner, device: torch.device) -> LaunchingRunner | None:
@@ -214,34 +244,3 @@ def _overlapping(config: EngineConfig, runner: ModelRunner, device: torch.device
     if not is_on:
         return None
     return runner if device.type == "cuda" else ThreadedRunner(runner)
-
-
-def _pick_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise StartupError(
-            "device is cuda, but torch finds no CUDA device: use --device cpu, or install a CUDA build of torch"
-        )
-    return torch.device(name)
-
-
-def _pick_dtype(name: str, model_config: ModelConfig, device: torch.device) -> torch.dtype:
-    """`auto` is the checkpoint's own dtype on CUDA, and float32 on the CPU, where the fast kernels are float32."""
-    if name == "auto":
-        name = model_config.dtype if device.type == "cuda" else "float32"
-    return DTYPES[name]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As settings and checkpoints write it."""
-    return str(dtype).removeprefix("torch.")
-
-
-def _fingerprint(config: EngineConfig, dtype: torch.dtype, device: torch.device, *, is_deterministic: bool) -> str:
-    name = Path(config.model_path).stem
-    if config.load_format == "dummy":
-        name = f"dummy-{Path(config.model_path).name}"
-    kept = "/deterministic" if is_deterministic else ""
-    numbers = dtype_name(dtype) + ("" if config.quantization == "none" else f"-{config.quantization}")
-    return f"{name}/{numbers}/{device.type}/torch-{torch.__version__}{kept}"

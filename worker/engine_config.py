@@ -15,6 +15,7 @@ class EngineConfig:
     model_path: a folder with config.json and safetensors, or a GGUF file.
     load_format: auto reads the weights; dummy makes random ones in the shapes of config.json, and a stand-in for a
         tokenizer that isn't there.
+    kv_cache_dtype: auto keeps keys and values in the model's dtype, fp8_e4m3 in 8 bits each: so more of them fit.
     quantization: none, or int8: weights of linear layers and embeddings in a quarter of float32's bytes.
     max_model_len: tokens of one sequence; None takes the checkpoint's own context, or what the KV cache holds of it.
     num_kv_blocks: blocks of the KV cache; None sizes it from the memory at hand.
@@ -41,6 +42,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     quantization: str = "none"
+    kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     block_size: int = 16
     num_kv_blocks: int | None = None
@@ -70,6 +72,7 @@ class EngineInfo:
     The rates are those by which `auto` chooses between swapping and recomputing; None where there is no CPU tier.
     batch_dependence: why a sequence's tokens may depend on who shares its batch; None where they don't.
     activation_bytes: what the largest step was measured to take beside weights and KV cache; None where it isn't known.
+    kv_cache_dtype: torch's name of the numbers that the KV cache holds.
     num_cuda_graphs, graph_bytes: graphs that were captured, and what they were expected to take beside the rest.
     """
 
@@ -90,6 +93,7 @@ class EngineInfo:
     batch_dependence: str | None = None
     num_cuda_graphs: int = 0
     graph_bytes: int = 0
+    kv_cache_dtype: str = ""
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -15,6 +15,7 @@ def engine_config(settings: Settings, model_path: Path) -> EngineConfig:
         device=settings.device,
         dtype=settings.dtype,
         quantization=settings.quantization,
+        kv_cache_dtype=settings.kv_cache_dtype,
         max_model_len=settings.max_model_len,
         block_size=settings.block_size,
         num_kv_blocks=settings.num_kv_blocks,

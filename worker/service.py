@@ -217,6 +217,7 @@ class Service:
             "worker_ready",
             device=info.device,
             dtype=info.dtype,
+            kv_cache_dtype=info.kv_cache_dtype,
             num_blocks=info.num_blocks,
             max_model_len=info.max_model_len,
             activation_bytes=info.activation_bytes,

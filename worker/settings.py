@@ -142,6 +142,8 @@ class Settings(BaseSettings):
     """Number format of weights and KV cache. `auto` is the checkpoint's own on CUDA and float32 on the CPU."""
     quantization: Literal["none", "int8"] = "none"
     """Keep weights as `int8`: a quarter of the memory and faster on the CPU, with a small loss (docs/kernels.md)."""
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    """Number format of the KV cache alone: `fp8_e4m3` is 8 bits, on CUDA from capability 8.9 on (docs/model.md)."""
     max_model_len: int | None = Field(default=None, ge=8, json_schema_extra=_shown("the model's own, or what fits"))
     """Most tokens of one sequence, prompt and reply together. A KV cache that can't hold one is refused."""
     block_size: Annotated[int, AfterValidator(_block_size)] = 16

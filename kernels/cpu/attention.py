@@ -7,7 +7,8 @@
 
 Per tile: the keys are transposed into panels, S = Q Kᵀ and O += P V are register-tile products. Each split has its own
 maximum, sum and output, merged in ascending order. Only keys below a sequence's length are read, through the table
-entries they need; what stands in other slots, blocks or table entries is never touched.
+entries they need; what stands in other slots, blocks or table entries is never touched. A sliding window begins at the
+tile of the first key that any row sees; those that a row doesn't see are masked in it.
 """
 
 from kernels.cpu.helper import helper
@@ -23,6 +24,7 @@ from kernels.cpu.vector import (
     fetch_add,
     first_lanes,
     fma,
+    lanes_from,
     load,
     load_f32,
     load_f64,
@@ -48,8 +50,8 @@ MINUS_INFINITY = float("-inf")
 (
     QUERY, QUERY_TOKEN, OUT, OUT_TOKEN, CACHE, BLOCK_STRIDE, VALUE_OFFSET, SLOT_STRIDE, BLOCK_SIZE, TABLES, TABLE_ROW,
     STARTS, LENGTHS, NUM_SEQS, NUM_KV_HEADS, GROUP, HEAD_DIM, SCALE, SCRATCH, SCRATCH_STRIDE,
-    PRODUCT, MAX_KEYS,
-) = range(ARGUMENTS, ARGUMENTS + 8 * 22, 8)  # fmt: skip
+    PRODUCT, MAX_KEYS, WINDOW,
+) = range(ARGUMENTS, ARGUMENTS + 8 * 23, 8)  # fmt: skip
 
 
 def scratch_bytes(head_dim: int, max_rows: int) -> int:
@@ -121,23 +123,27 @@ def _prefetch_tile(task: int, table: int, layer_base: int, first_key: int, count
 
 @helper
 def _softmax_tile(
-    scores: int, num_rows: int, group: int, first_valid: int, count: int, stats: int, out: int, head_dim: int
+    scores: int, num_rows: int, group: int, first_valid: int, window: int, count: int, stats: int, out: int,
+    head_dim: int,
 ) -> None:  # fmt: skip
     """Turn rows of scores into weights under the new maximum; rescale sums and outputs to it.
 
-    Row r sees the first (first_valid + r // group) keys of the tile, at most `count`. stats: pairs (maximum, sum).
+    Row r sees the last `window` of the first (first_valid + r // group) keys of the tile, of which there are `count`.
+    stats: pairs (maximum, sum).
     """
     num_panels = (count + LANES - 1) // LANES
     for row in range(num_rows):
         line, stat = scores + row * KEY_TILE * 4, stats + row * 8
         valid = min(first_valid + row // group, count)
-        if valid <= 0:
+        hidden = max(0, first_valid + row // group - window)
+        if valid <= hidden:
             for panel in range(num_panels):
                 store(line + panel * VECTOR_BYTES, splat(0.0))
             continue
         top = splat(MINUS_INFINITY)
         for panel in range(num_panels):
             score = first_lanes(load(line + panel * VECTOR_BYTES), valid - panel * LANES, MINUS_INFINITY)
+            score = lanes_from(score, hidden - panel * LANES, MINUS_INFINITY)
             store(line + panel * VECTOR_BYTES, score)
             top = maximum(top, score)
         old_maximum = load_f32(stat)
@@ -226,7 +232,9 @@ def _attend_split(
             product, query, head_dim * 4, num_rows, panels, VECTOR_BYTES, head_dim * VECTOR_BYTES,
             (count + LANES - 1) // LANES, zeros, 0, 0, scores, KEY_TILE * 4, head_dim,
         )  # fmt: skip
-        _softmax_tile(scores, num_rows, group, first_position + 1 - key, count, stats, out, head_dim)
+        _softmax_tile(
+            scores, num_rows, group, first_position + 1 - key, load_i64(task + WINDOW), count, stats, out, head_dim
+        )  # fmt: skip
         _prefetch_tile(task, table, layer_base, key + KEY_TILE, min(KEY_TILE, last_key - key - KEY_TILE))
         _add_values(task, table, layer_base, key, count, scores, num_rows, out)
 
@@ -260,9 +268,13 @@ def _attend_tile(
     context_len = min(load_i32(load_i64(task + LENGTHS) + seq * 4), load_i64(task + MAX_KEYS))
     first_position = context_len - (query_end - first_row)
     num_keys = first_position + num_tokens
+    first_key = max(0, first_position + 1 - load_i64(task + WINDOW)) // KEY_TILE * KEY_TILE
+    first_end = (first_key // KEY_SPLIT + 1) * KEY_SPLIT
     _load_query(task, first_row, num_tokens, kv_head, query)
-    _attend_split(task, table, base, query, num_rows, first_position, 0, min(KEY_SPLIT, num_keys), stats, out, work)
-    for split in range(KEY_SPLIT, num_keys, KEY_SPLIT):
+    _attend_split(
+        task, table, base, query, num_rows, first_position, first_key, min(first_end, num_keys), stats, out, work
+    )  # fmt: skip
+    for split in range(first_end, num_keys, KEY_SPLIT):
         _attend_split(
             task, table, base, query, num_rows, first_position, split, min(split + KEY_SPLIT, num_keys),
             split_stats, split_out, work,

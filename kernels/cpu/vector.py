@@ -151,6 +151,12 @@ def _first_lanes(builder: ir.IRBuilder, vector: ir.Value, count: ir.Value, other
     return builder.select(is_kept, vector, splat_value(builder, other))
 
 
+def _lanes_from(builder: ir.IRBuilder, vector: ir.Value, first: ir.Value, other: ir.Value) -> ir.Value:
+    lane = ir.Constant(ir.VectorType(I64, LANES), list(range(LANES)))
+    is_kept = builder.icmp_signed(">=", lane, splat_value(builder, first, ir.VectorType(I64, LANES)))
+    return builder.select(is_kept, vector, splat_value(builder, other))
+
+
 def _sigmoid(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """1 / (1 + exp(-x)), from the exponential of -|x|, which cannot overflow."""
     e = _exp(builder, builder.fneg(call_llvm(builder, "llvm.fabs.v16f32", VECTOR, x)))
@@ -189,6 +195,8 @@ reduce_add: Final = _operation(_f32, (_v,), _halving(lambda b, x, y: b.fadd(x, y
 reduce_max: Final = _operation(_f32, (_v,), _halving(_maximum))
 # The first `count` lanes of a vector, a scalar in the others.
 first_lanes: Final = _operation(_v, (_v, _int, _f32), _first_lanes)
+# The lanes from number `first` on, a scalar in those before.
+lanes_from: Final = _operation(_v, (_v, _int, _f32), _lanes_from)
 
 sigmoid: Final = _operation(_v, (_v,), _sigmoid)
 # Lanes of x where they are finite, a scalar where not.

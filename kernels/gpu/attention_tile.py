@@ -72,7 +72,7 @@ def attend_tile(
     else:
         block = tl.load(table + keys // BLOCK_SIZE)
         is_loaded = (lanes < HEAD_DIM)[None, :]
-    offsets = block.to(tl.int64) * block_stride + (keys % BLOCK_SIZE) * slot_stride
+    offsets = block.to(tl.int64) * block_stride + (keys % BLOCK_SIZE).to(tl.int64) * slot_stride
     pointers = cache + offsets[:, None] + lanes[None, :]
     k = load_tile(pointers, is_loaded, is_whole)
     scores = dot(queries, tl.trans(as_operand(k, queries)))
@@ -110,3 +110,18 @@ def with_sink(top: tl.tensor, total: tl.tensor, sink: tl.tensor) -> tl.tensor:
     new_top = tl.where(new_top == float("-inf"), 0.0, new_top)
     keep = tl.exp2(top - new_top)
     return keep, total * keep + tl.exp2(sink * LOG2_E - new_top)
+
+
+@triton.jit
+def spoil_rows(
+    place: tl.tensor, mask: tl.tensor, query_len: tl.tensor, max_query_len: tl.tensor, out_stride: tl.tensor
+) -> None:
+    """Store NaN in all rows of a sequence, from the pointers `place` on, if it has several and no prefill is launched.
+
+    That computes such rows, but not in a batch that was said to have none: they would be whatever the memory holds.
+    """
+    if (query_len > 1) & (max_query_len < 2):
+        for _ in range(query_len):
+            spoiled = tl.full(place.shape, float("nan"), tl.float32).to(place.dtype.element_ty)
+            tl.store(place, spoiled, mask=mask)
+            place += out_stride

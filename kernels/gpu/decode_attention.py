@@ -1,7 +1,9 @@
 """Attention of the sequences that have one query row, their keys split over programs (flash-decoding), and the merge.
 
     keys of a sequence    |---- split ----|---- split ----|-- split --|     of equal length, at fixed positions
-    grid (sequences, KV heads, splits)     a split without keys of its sequence ends at once
+    grid (sequences, KV heads, splits)     a split without keys of its sequence ends at once; the last one of the grid
+                                           takes all keys that are left, so none is lost where they are more than the
+                                           batch was said to have
     partials              acc, top and total of each split, in float32; the merge takes them in order
 
 Where splits are sized by the model alone, a row's sums are taken in one order whatever its batch. With one split there
@@ -11,10 +13,10 @@ is no merge, and the same bits: the merge of one split multiplies by 1.
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention_tile import LOG2_E, as_operand, attend_tile, with_sink
+from kernels.gpu.attention_tile import LOG2_E, as_operand, attend_tile, spoil_rows, with_sink
 
 
-@triton.jit(do_not_specialize=["num_splits", "split_len", "max_keys", "window", "table_stride"])
+@triton.jit(do_not_specialize=["num_splits", "split_len", "max_query_len", "max_keys", "window", "table_stride"])
 def decode_kernel(
     query: tl.tensor,
     cache: tl.tensor,
@@ -27,6 +29,7 @@ def decode_kernel(
     slopes: tl.tensor,
     num_splits: tl.tensor,
     split_len: tl.tensor,
+    max_query_len: tl.tensor,
     max_keys: tl.tensor,
     window: tl.tensor,
     scale: tl.tensor,
@@ -67,18 +70,21 @@ def decode_kernel(
     first_key = split * split_len
     if HAS_WINDOW:
         first_key = tl.maximum(first_key, context_len - window)
-    last_key = tl.minimum((split + 1) * split_len, context_len)
+    last_key = tl.where(split + 1 < num_splits, tl.minimum((split + 1) * split_len, context_len), context_len)
     is_idle = query_len != 1
     if IS_SPLIT:
         is_idle = is_idle | (first_key >= last_key)
-    if is_idle:
-        return
     rows = tl.arange(0, ROWS)
     lanes = tl.arange(0, D_PAD)
     head = tl.program_id(1) % parts * HEADS + rows
     is_row = (rows < HEADS) & (head < GROUP)
-    head = kv_head * GROUP + head
+    head = (kv_head * GROUP + head).to(tl.int64)
     is_element = is_row[:, None] & (lanes < HEAD_DIM)[None, :]
+    out_at = out + start.to(tl.int64) * out_stride + head * out_head_stride
+    if is_idle:
+        if not IS_SPLIT:
+            spoil_rows(out_at[:, None] + lanes[None, :], is_element, query_len, max_query_len, out_stride)
+        return
     query_at = query + start.to(tl.int64) * query_stride + head * query_head_stride
     queries = tl.load(query_at[:, None] + lanes[None, :], mask=is_element, other=0.0)
     queries = as_operand(queries, queries)
@@ -86,7 +92,7 @@ def decode_kernel(
     if slopes is not None:
         slope = tl.load(slopes + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
     positions = context_len - 1 + 0 * rows
-    keys_at = cache + kv_head * head_stride
+    keys_at = cache + kv_head.to(tl.int64) * head_stride
     table = tables + seq.to(tl.int64) * table_stride
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -110,11 +116,10 @@ def decode_kernel(
             keep, total = with_sink(top, total, sink)
             acc = acc * keep[:, None]
         acc = acc * (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]
-        out_at = out + start.to(tl.int64) * out_stride + head * out_head_stride
         tl.store(out_at[:, None] + lanes[None, :], acc.to(out.dtype.element_ty), mask=is_element)
 
 
-@triton.jit(do_not_specialize=["num_splits", "split_len", "max_keys", "window"])
+@triton.jit(do_not_specialize=["num_splits", "split_len", "max_query_len", "max_keys", "window"])
 def merge_kernel(
     partials: tl.tensor,
     stats: tl.tensor,
@@ -124,6 +129,7 @@ def merge_kernel(
     sinks: tl.tensor,
     num_splits: tl.tensor,
     split_len: tl.tensor,
+    max_query_len: tl.tensor,
     max_keys: tl.tensor,
     window: tl.tensor,
     value_scale: tl.tensor,
@@ -136,16 +142,20 @@ def merge_kernel(
 ) -> None:
     """One head's row of `out` from the partials of those splits that have keys: the others were never written."""
     seq = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     start = tl.load(query_starts + seq)
-    if tl.load(query_starts + seq + 1) - start != 1:
+    query_len = tl.load(query_starts + seq + 1) - start
+    lanes = tl.arange(0, D_PAD)
+    is_lane = (lanes < HEAD_DIM)[None, :]
+    out_at = (out + start.to(tl.int64) * out_stride + head * out_head_stride + lanes)[None, :]
+    if query_len != 1:
+        spoil_rows(out_at, is_lane, query_len, max_query_len, out_stride)
         return
     context_len = tl.minimum(tl.load(context_lens + seq), max_keys)
     first_split = 0
     if HAS_WINDOW:
-        first_split = tl.maximum(context_len - window, 0) // split_len
-    end_split = tl.cdiv(context_len, split_len)
-    lanes = tl.arange(0, D_PAD)
+        first_split = tl.minimum(tl.maximum(context_len - window, 0) // split_len, num_splits - 1)
+    end_split = tl.minimum(tl.cdiv(context_len, split_len), num_splits)
     base = (seq.to(tl.int64) * tl.num_programs(1) + head) * num_splits
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
@@ -155,7 +165,7 @@ def merge_kernel(
         is_there = (splits >= first_split) & (splits < end_split)
         split_top = tl.load(stats + (base + splits) * 2, mask=is_there, other=float("-inf"))
         split_total = tl.load(stats + (base + splits) * 2 + 1, mask=is_there, other=0.0)
-        is_element = is_there[:, None] & (lanes < HEAD_DIM)[None, :]
+        is_element = is_there[:, None] & is_lane
         partial_at = partials + (base + splits)[:, None] * HEAD_DIM + lanes[None, :]
         partial = tl.load(partial_at, mask=is_element, other=0.0)
         new_top = tl.maximum(top, tl.max(split_top, 0))
@@ -169,5 +179,4 @@ def merge_kernel(
         keep, total = with_sink(top, total, tl.load(sinks + head).to(tl.float32))
         acc = acc * keep[:, None]
     acc = acc * (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]
-    out_at = out + start.to(tl.int64) * out_stride + head * out_head_stride
-    tl.store((out_at + lanes)[None, :], acc.to(out.dtype.element_ty), mask=(lanes < HEAD_DIM)[None, :])
+    tl.store(out_at, acc.to(out.dtype.element_ty), mask=is_lane)

@@ -95,7 +95,7 @@ def rope_and_write_kernel(
     qkv = qkv_ptr + token * qkv_stride
     cos_sin = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * table_stride
     if group < query_groups:
-        head = group * HEADS + tl.arange(0, HEADS)
+        head = (group * HEADS + tl.arange(0, HEADS)).to(tl.int64)
         out = out_ptr + (token * NUM_HEADS + head) * HEAD_DIM
         move_heads(
             qkv + head * HEAD_DIM, out, cos_sin, head < NUM_HEADS, 1.0,
@@ -108,13 +108,13 @@ def rope_and_write_kernel(
     place = cache_ptr + slot // BLOCK_SIZE * block_stride + layer.to(tl.int64) * layer_stride
     place += slot % BLOCK_SIZE * slot_stride
     if group < query_groups + kv_groups:
-        head = (group - query_groups) * HEADS + tl.arange(0, HEADS)
+        head = ((group - query_groups) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
         move_heads(
             qkv + (NUM_HEADS + head) * HEAD_DIM, place + head * head_stride, cos_sin, head < NUM_KV_HEADS, k_factor,
             HEAD_DIM, HALF, HALF_LENGTH, REST_LENGTH, True, IS_FP8,
         )  # fmt: skip
     else:
-        head = (group - query_groups - kv_groups) * HEADS + tl.arange(0, HEADS)
+        head = ((group - query_groups - kv_groups) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
         move_heads(
             qkv + (NUM_HEADS + NUM_KV_HEADS + head) * HEAD_DIM, place + value_stride + head * head_stride, cos_sin,
             head < NUM_KV_HEADS, v_factor, HEAD_DIM, HALF, HALF_LENGTH, REST_LENGTH, False, IS_FP8,

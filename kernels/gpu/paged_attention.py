@@ -6,15 +6,13 @@ same bits beside a prompt as without one, and is split as well there; a kernel w
 Nothing here depends on what stands in a tensor: bounds come from shapes and the metadata's two numbers.
 """
 
-from functools import cache
 from typing import Any, Final
 
 import torch
 import triton
 
-from kernels.attention_inputs import FP8, AttentionMetadata, AttentionOptions
-from kernels.dispatch import TRITON_DTYPES
-from kernels.errors import KernelInputError
+from kernels.attention_inputs import AttentionMetadata, AttentionOptions
+from kernels.dispatch import TRITON_DTYPES, capability_of_cuda
 from kernels.gpu.attention_sizes import decode_sizes, padded_head_dim, prefill_sizes, split_len
 from kernels.gpu.attention_tile import LOG2_E
 from kernels.gpu.common import launch, next_power_of_2, num_sms
@@ -22,7 +20,6 @@ from kernels.gpu.decode_attention import decode_kernel, merge_kernel
 from kernels.gpu.prefill_attention import prefill_kernel
 
 MAX_HEAD_DIM: Final = 256
-_INTEGERS: Final = (torch.int32, torch.int64)
 # Splits that the merge takes at a time. Which ones come together depends on their place alone.
 _MERGED_SPLITS: Final = 16
 # Programs that a grid may have on its second and third axis.
@@ -36,26 +33,16 @@ _LEAST_SCALE: Final = 1e-30
 def capability(device: torch.device) -> int:
     """10 * major + minor of the device, or of the target that kernels are being compiled for."""
     if device.type == "cuda":
-        return _capability_of_cuda(device)
+        return capability_of_cuda(device)
     if device.type == "meta":
         return int(triton.runtime.driver.active.get_current_target().arch)
     return 90
 
 
-@cache
-def _capability_of_cuda(device: torch.device) -> int:
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
 def why_not_triton(
     query: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, scale: float, out: torch.Tensor
 ) -> str | None:
-    """What the kernels lack for this call, which torch's operators have; None where they compute it.
-
-    Raises KernelInputError for a cache in FP8 on a device that has no such numbers.
-    """
-    _check_device(query, kv_cache)
+    """What the kernels lack for this call, which torch's operators have; None where they compute it."""
     num_heads, head_dim = query.shape[1:]
     if head_dim > MAX_HEAD_DIM:
         return f"the head size {head_dim} is above {MAX_HEAD_DIM}"
@@ -69,22 +56,14 @@ def why_not_triton(
     return _why_not_read(query, kv_cache, meta, out)
 
 
-def _check_device(query: torch.Tensor, kv_cache: torch.Tensor) -> None:
-    if kv_cache.dtype is FP8 and capability(query.device) < 89:
-        raise KernelInputError(
-            f"{FP8} needs compute capability 8.9 or newer, and {query.device} has {capability(query.device) / 10}:"
-            " keep the cache in the model's dtype, or set PAGEMILL_KERNELS=attention=torch, which is slow"
-        )
-
-
 def _why_not_read(
     query: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, out: torch.Tensor
 ) -> str | None:
     batch = (meta.block_tables, meta.query_starts, meta.context_lens)
     if not query.stride(2) == kv_cache.stride(5) == out.stride(2) == 1:
         return "the elements of a head are not adjacent in memory"
-    if not all(tensor.dtype in _INTEGERS and tensor.stride(-1) == 1 for tensor in batch):
-        return "the metadata is not of adjacent integers"
+    if not all(tensor.stride(-1) == 1 for tensor in batch):
+        return "the entries of the metadata are not adjacent in memory"
     return None
 
 
@@ -123,13 +102,19 @@ def _numbers(
     out: torch.Tensor,
 ) -> tuple[Any, ...]:
     """What both kernels take after their tensors: bounds, numbers and strides, in their order."""
-    max_keys = meta.block_tables.shape[1] * cache.shape[2]
     block_stride, value_stride, slot_stride, head_stride, _ = cache.stride()
     return (
-        max_keys, options.window or 0, factor, options.soft_cap or 1.0, float(options.v_scale),
+        *_key_bounds(cache, meta, options), factor, options.soft_cap or 1.0, float(options.v_scale),
         query.stride(0), query.stride(1), out.stride(0), out.stride(1), meta.block_tables.stride(0),
         block_stride, value_stride, slot_stride, head_stride,
     )  # fmt: skip
+
+
+def _key_bounds(cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions) -> tuple[int, int]:
+    """(keys that a row of the table has room for, window). A longer window than that hides as little, and might make
+    differences with it pass what 32 bits hold."""
+    max_keys = meta.block_tables.shape[1] * cache.shape[2]
+    return max_keys, min(options.window or 0, max_keys)
 
 
 def _prefill(
@@ -184,7 +169,7 @@ def _decode(
         decode_kernel,
         (num_seqs, num_kv_heads * -(-group // heads), num_splits),
         query, cache, meta.block_tables, meta.query_starts, meta.context_lens, target, stats, options.sinks,
-        options.alibi_slopes, num_splits, split,
+        options.alibi_slopes, num_splits, split, meta.max_query_len,
         *_numbers(query, cache, meta, factor, options, out),
         GROUP=group, HEADS=heads, ROWS=next_power_of_2(heads), BLOCK_SIZE=cache.shape[2], HEAD_DIM=head_dim,
         D_PAD=d_pad, TILE=sizes.tile, IS_SPLIT=is_split, HAS_WINDOW=has_window, HAS_CAP=options.soft_cap is not None,
@@ -195,7 +180,7 @@ def _decode(
             merge_kernel,
             (num_seqs, num_heads),
             target, stats, meta.query_starts, meta.context_lens, out, options.sinks, num_splits, split,
-            meta.block_tables.shape[1] * cache.shape[2], options.window or 0, float(options.v_scale), out.stride(0),
+            meta.max_query_len, *_key_bounds(cache, meta, options), float(options.v_scale), out.stride(0),
             out.stride(1), HEAD_DIM=head_dim, D_PAD=d_pad, CHUNK=_MERGED_SPLITS, HAS_WINDOW=has_window, num_warps=4,
             num_stages=1,
         )  # fmt: skip

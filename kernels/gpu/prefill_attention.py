@@ -102,7 +102,7 @@ def prefill_kernel(
     row = first_row + rows // HEADS
     head = tl.program_id(1) % parts * HEADS + rows % HEADS
     is_row = (rows < block_q * HEADS) & (row < query_len) & (head < GROUP)
-    head = kv_head * GROUP + head
+    head = (kv_head * GROUP + head).to(tl.int64)
     token = (start + row).to(tl.int64)
     is_element = is_row[:, None] & (lanes < HEAD_DIM)[None, :]
     query_at = query + token * query_stride + head * query_head_stride
@@ -115,7 +115,7 @@ def prefill_kernel(
     slope = tl.zeros([BLOCK_M], tl.float32)
     if slopes is not None:
         slope = tl.load(slopes + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
-    keys_at = cache + kv_head * head_stride
+    keys_at = cache + kv_head.to(tl.int64) * head_stride
     table = tables + seq.to(tl.int64) * table_stride
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)

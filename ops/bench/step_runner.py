@@ -15,8 +15,9 @@ from ops.bench.step_profile import StepProfile
 from ops.bench.work import num_head_parameters, num_layer_parameters, slot_bytes
 from scheduler.output import Chunks, NewRow, SchedulerOutput
 from scheduler.sampling_params import SamplingParams
-from worker.engine_builder import DTYPES, KERNEL_FOLDER
+from worker.engine_builder import KERNEL_FOLDER
 from worker.engine_config import EngineConfig
+from worker.engine_model import DTYPES
 
 if TYPE_CHECKING:
     from ops.bench.steps import StepCase

@@ -152,7 +152,8 @@ def test_what_the_kernels_do_not_compute_is_named() -> None:
     assert reason(scale=float("nan")) == "the scale nan is not above 0"
     strided = torch.empty(1, 4, 256, dtype=torch.bfloat16)[..., ::2]
     assert reason(query=strided) == "the elements of a head are not adjacent in memory"
-    assert reason(meta={"context_lens": torch.zeros(1)}) == "the metadata is not of adjacent integers"
+    apart = {"context_lens": torch.zeros(2, dtype=torch.int32).expand(1, 2)[:, 0].as_strided((1,), (2,))}
+    assert reason(meta=apart) == "the entries of the metadata are not adjacent in memory"
     far = reason(meta={"max_context_len": 100_000_000})
     assert far is not None
     assert "more than a grid of programs has" in far

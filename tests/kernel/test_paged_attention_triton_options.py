@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kernels.attention_inputs import FP8, AttentionOptions
-from kernels.errors import KernelInputError
 from tests.kernel.attention_options import options_on
 from tests.kernel.batches import Batch, error, pick
 from tests.kernel.triton_attention import (
@@ -88,13 +87,6 @@ def test_a_scale_of_zero_gives_zeros_and_no_nan() -> None:
     assert (attend(batch, AttentionOptions(v_scale=0.0)) == 0).all()
     options = AttentionOptions(k_scale=0.0)
     assert error(attend(batch, options), expected(batch, options)) < TOLERANCE[torch.float32]
-
-
-def test_fp8_is_refused_by_name_where_the_device_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.gpu.paged_attention.capability", lambda device: 80)
-    batch = make_batch([(1, 5)], dtype=torch.float16, cache_dtype=FP8)
-    with pytest.raises(KernelInputError, match=r"float8_e4m3fn needs compute capability 8.9 or newer"):
-        attend(batch)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e4])

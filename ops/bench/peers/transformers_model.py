@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 from model.config import ModelConfig
 from model.loader import load_checkpoint
 from model.weights import LM_HEAD
+from model.windows import FULL, SLIDING
 from ops.bench.errors import BenchError
 
 if TYPE_CHECKING:
@@ -103,6 +104,20 @@ def config_values(config: ModelConfig) -> dict[str, Any]:
     }
     if config.architecture == "LlamaForCausalLM":
         values |= {"attention_bias": config.o_bias, "mlp_bias": config.mlp_bias}
-    if config.architecture == "MistralForCausalLM":
-        values["sliding_window"] = None
+    if config.architecture != "LlamaForCausalLM":
+        values |= _window_values(config)
+    return values
+
+
+def _window_values(config: ModelConfig) -> dict[str, Any]:
+    """One window, and in words which layers have it; a Mistral has it in all."""
+    window = next((window for window in config.windows if window is not None), None)
+    values: dict[str, Any] = {"sliding_window": window}
+    if config.architecture != "MistralForCausalLM":
+        windows = config.windows or (None,) * config.num_layers
+        values["layer_types"] = [FULL if window is None else SLIDING for window in windows]
+    if config.architecture == "Qwen2ForCausalLM":
+        values["use_sliding_window"] = window is not None
+    if config.architecture == "MinistralForCausalLM" and window is None:  # its class wants a number all the same
+        values["sliding_window"] = config.max_position_embeddings
     return values

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from model.config import ARCHITECTURES, config_from_directory
 from model.loader import load_checkpoint
+from model.weights import random_weights
 from ops.bench.errors import BenchError
 from ops.bench.ours import Ours
 from ops.bench.peers.streaming import handlers_of
@@ -16,6 +18,7 @@ from ops.bench.peers.transformers_static import TransformersPeer, left_padded
 from ops.bench.runs import OursRun, PeerRun
 from ops.bench.workload import WorkloadShape, draw_lengths, make_requests
 from tests.tiny_checkpoint import write_tiny_checkpoint
+from tests.unit.model_runner.driver import Driver, tiny_config
 from worker.engine_config import EngineConfig
 
 # As many ids as the tokenizer knows: neither side can draw another one.
@@ -168,11 +171,8 @@ def test_the_judge_passes_over_ids_that_the_tokenizer_does_not_know(tmp_path: Pa
     assert peer.judge(prompt, [best]) == [0.0]
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"])
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.values()))
 def test_the_peer_s_model_has_our_weights_whatever_the_architecture(tmp_path: Path, architecture: str) -> None:
-    from model.config import config_from_directory
-    from model.weights import random_weights
-
     folder = write_tiny_checkpoint(tmp_path, architectures=[architecture], sliding_window=None)
     config = config_from_directory(folder)
     weights = random_weights(config, seed=2)
@@ -181,6 +181,28 @@ def test_the_peer_s_model_has_our_weights_whatever_the_architecture(tmp_path: Pa
     for name, tensor in weights.items():
         assert torch.equal(state[name], tensor)
     assert torch.equal(state["lm_head.weight"], weights["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "windows"),
+    [
+        ("MistralForCausalLM", (5, 5)),
+        ("MinistralForCausalLM", (5, None)),
+        ("MinistralForCausalLM", ()),
+        ("Qwen2ForCausalLM", (None, 5)),
+        ("Qwen2ForCausalLM", ()),
+    ],
+)
+def test_the_peer_s_model_has_our_windows(architecture: str, windows: tuple[int | None, ...]) -> None:
+    """It gives our logits, for a text that is longer than the window."""
+    config = tiny_config(architecture=architecture, windows=windows, qkv_bias=architecture == "Qwen2ForCausalLM")
+    weights = random_weights(config, seed=2)
+    driver = Driver(config, weights)
+    sequence = driver.add("a", [7 * n % 199 for n in range(40)])
+    driver.decode(1)
+    with torch.inference_mode():
+        peer = build_model(config, weights, torch.float32)(torch.tensor([sequence.token_ids[:-1]])).logits[0, -1]
+    torch.testing.assert_close(sequence.logits[0], peer, rtol=0, atol=1e-4)
 
 
 def test_a_peer_of_other_weights_is_refused(folder: Path) -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from kernels.dispatch import has_compiled, implementation
+from kernels.paged_attention import AttentionMetadata, paged_attention
 from model.determinism import batch_dependence
 from tests.tiny_checkpoint import write_tiny_checkpoint
-from tests.unit.engine.deterministic_runs import all_ways, check, target_of
+from tests.unit.engine.deterministic_runs import all_ways, check, run, target_of
 from tests.unit.model_runner.driver import tiny_config
 from worker.engine_builder import build_engine
 from worker.engine_config import EngineConfig, EngineInfo
@@ -49,6 +50,26 @@ def test_a_deterministic_engine_says_so_in_its_fingerprint(tmp_path: Path) -> No
     info = build_engine(make_config(tmp_path))[1]
     assert info.batch_dependence is None
     assert info.fingerprint.endswith("/deterministic")
+
+
+@needs_compiled
+@pytest.mark.parametrize("is_deterministic", [True, False])
+def test_attention_may_size_its_splits_by_the_batch_unless_it_must_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_deterministic: bool
+) -> None:
+    """Prompts, decodes and the warm-up alike. The kernels on CUDA are faster so; the compiled one never does it."""
+    told: set[bool] = set()
+
+    def recording(
+        query: torch.Tensor, cache: torch.Tensor, layer: int, meta: AttentionMetadata, *rest: Any, **more: Any
+    ) -> Any:
+        told.add(meta.is_deterministic)
+        return paged_attention(query, cache, layer, meta, *rest, **more)
+
+    monkeypatch.setattr("model.layers.paged_attention", recording)
+    engine = build_engine(make_config(tmp_path, deterministic=is_deterministic))[0]
+    run(engine, [target_of((1, 2, 3), 0.0, num_new=3)])
+    assert told == {is_deterministic}
 
 
 @pytest.mark.parametrize(

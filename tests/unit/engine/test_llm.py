@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from model.decoder import Decoder
-from model.input_batch import SamplingRows
 from model.model_runner import ModelRunner
 from model.sampler import Sampler
+from model.step_inputs import SamplingRows
 from scheduler.errors import InvalidSamplingParamsError
 from scheduler.family import choice_seed
 from scheduler.output import FinishReason

@@ -47,7 +47,7 @@ def failing_with(error: BaseException) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("error", SHORT_OF_MEMORY, ids=lambda error: f"{type(error).__name__} {error}"[:40])
-@pytest.mark.parametrize("place", ["load_config", "load_checkpoint", "Decoder", "KVCache", "ModelRunner.warm_up"])
+@pytest.mark.parametrize("place", ["read_model", "load_checkpoint", "Decoder", "KVCache", "ModelRunner.warm_up"])
 def test_too_little_memory_at_any_point_of_the_start_is_one_line(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, place: str, error: BaseException
 ) -> None:

@@ -88,25 +88,73 @@ def test_the_model_type_serves_where_no_architecture_is_named(tmp_path: Path) ->
     assert _read(tmp_path, values).architecture == "Qwen2ForCausalLM"
 
 
+MINISTRAL = MISTRAL | {"architectures": ["MinistralForCausalLM"], "sliding_window": 4096}
+MIXED = {"layer_types": ["full_attention", "sliding_attention"]}
+USED = {"use_sliding_window": True}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+KV_ALONE = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": FP8}
+
+
+def test_scales_of_a_cache_leave_the_weights_as_they_are(tmp_path: Path) -> None:
+    assert _read(tmp_path, LLAMA | {"quantization_config": KV_ALONE}) == _read(tmp_path, LLAMA)
+
+
 @pytest.mark.parametrize(
-    ("values", "window_is_fine"),
+    ("values", "windows"),
     [
-        (MISTRAL, True),
-        (MISTRAL | {"sliding_window": 8192}, True),
-        (MISTRAL | {"sliding_window": 4096}, False),
-        ({name: value for name, value in MISTRAL.items() if name != "sliding_window"}, False),
-        (QWEN2 | {"sliding_window": 4096, "use_sliding_window": False}, True),
-        (QWEN2 | {"sliding_window": 4096, "use_sliding_window": True}, False),
-        (QWEN2 | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4096}, False),
+        (MISTRAL, ()),
+        (MISTRAL | {"sliding_window": 8192}, ()),
+        (MISTRAL | {"sliding_window": 4096}, (4096, 4096)),
+        ({name: value for name, value in MISTRAL.items() if name != "sliding_window"}, (4096, 4096)),
+        (MISTRAL | {"sliding_window": 64, "layer_types": ["sliding_attention"] * 2}, (64, 64)),
+        (MINISTRAL, (4096, 4096)),
+        (MINISTRAL | MIXED, (None, 4096)),
+        (MINISTRAL | {"sliding_window": None}, ()),
+        (MINISTRAL | {"layer_types": ["full_attention"] * 2}, ()),
+        (QWEN2 | {"sliding_window": 4096, "use_sliding_window": False}, ()),
+        (QWEN2 | {"sliding_window": 4096}, ()),
+        (QWEN2 | USED | {"sliding_window": 4096}, ()),
+        (QWEN2 | USED | {"sliding_window": 4096, "max_window_layers": 1}, (None, 4096)),
+        (QWEN2 | USED | {"sliding_window": 4096, "max_window_layers": 0}, (4096, 4096)),
+        (QWEN2 | USED | {"max_window_layers": 1}, (None, 4096)),
+        (QWEN2 | USED | {"sliding_window": None, "max_window_layers": 1}, ()),
+        (QWEN2 | USED | {"sliding_window": 4096, "max_window_layers": 0} | MIXED, (None, 4096)),
+        (LLAMA | {"sliding_window": 64}, ()),
+        (LLAMA | {"sliding_window": 2048} | MIXED, ()),
     ],
 )
-def test_a_sliding_window_is_refused_unless_no_context_outgrows_it(
-    tmp_path: Path, values: dict[str, Any], window_is_fine: bool
+def test_a_sliding_window_is_that_of_the_layers_that_transformers_gives_it(
+    tmp_path: Path, values: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
-    if window_is_fine:
-        assert _read(tmp_path, values).max_position_embeddings == 8192
-        return
-    with pytest.raises(UnsupportedModelError, match="sliding window of 4096 isn't computed"):
+    """None where no context outgrows it."""
+    assert _read(tmp_path, values).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        (
+            LLAMA | {"sliding_window": 64} | MIXED,
+            UnsupportedModelError,
+            "a sliding window of 64, which no layer of Llama",
+        ),
+        (LLAMA | MIXED, CorruptCheckpointError, "sliding_window is missing"),
+        (
+            MISTRAL | {"sliding_window": 64} | MIXED,
+            UnsupportedModelError,
+            "all layers have .* name MinistralForCausalLM",
+        ),
+        (QWEN2 | {"sliding_window": 64} | MIXED, CorruptCheckpointError, "use_sliding_window is missing"),
+        (QWEN2 | USED | {"sliding_window": None} | MIXED, CorruptCheckpointError, "sliding_window is None"),
+        (QWEN2 | USED | {"sliding_window": 0}, CorruptCheckpointError, "sliding_window is 0"),
+        (MINISTRAL | {"layer_types": ["sliding_attention"]}, CorruptCheckpointError, "a list of 2 names"),
+        (QWEN2 | USED | {"max_window_layers": -1}, CorruptCheckpointError, "max_window_layers is -1"),
+    ],
+)
+def test_windows_that_contradict_the_architecture_are_refused_by_name(
+    tmp_path: Path, values: dict[str, Any], error: type[ModelError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
         _read(tmp_path, values)
 
 
@@ -116,6 +164,10 @@ def test_a_sliding_window_is_refused_unless_no_context_outgrows_it(
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel isn't supported.*LlamaForCausalLM"),
         ({"architectures": None, "model_type": "gemma"}, "model_type 'gemma' isn't supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),
+        ({"quantization_config": KV_ALONE | {"config_groups": {"group_0": {}}}}, "quantised by 'compressed-tensors'"),
+        ({"quantization_config": KV_ALONE | {"kv_cache_scheme": None}}, "quantised by 'compressed-tensors'"),
+        ({"quantization_config": KV_ALONE | {"kv_cache_scheme": FP8 | {"num_bits": 4}}}, "quantised by"),
+        ({"quantization_config": KV_ALONE | {"kv_cache_scheme": FP8 | {"dynamic": True}}}, "quantised by"),
         ({"hidden_act": "gelu"}, "'gelu' isn't computed"),
         ({"rope_scaling": {"rope_type": "mrope"}}, "kind 'mrope' isn't computed"),
         ({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "differs between layers"),
@@ -225,11 +277,11 @@ def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, content: bytes) 
     "name",
     [
         *(*LLAMA, "rope_scaling", "rope_parameters", "layer_types", "quantization_config", "sliding_window", "dtype"),
-        *("attn_logit_softcapping", "alibi"),
+        *("attn_logit_softcapping", "alibi", "max_window_layers", "use_sliding_window"),
     ],
 )
 def test_a_value_of_any_kind_gives_a_configuration_or_a_named_error(tmp_path: Path, name: str, wrong: Any) -> None:
-    for values in (LLAMA, MISTRAL, QWEN2 | {"use_sliding_window": True}):
+    for values in (LLAMA, MISTRAL, MINISTRAL | MIXED, QWEN2 | USED):
         try:
             config = _read(tmp_path, values | {name: wrong})
         except ModelError:

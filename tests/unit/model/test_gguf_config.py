@@ -90,12 +90,50 @@ def test_factors_of_llama_3_become_one_divisor_per_frequency(tmp_path: Path) -> 
     assert rope.params["attention_factor"] == 1.0
 
 
+PATTERN = "llama.attention.sliding_window_pattern"
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows", "architecture"),
+    [
+        ({"llama.attention.sliding_window": 64}, (64, 64), "MistralForCausalLM"),
+        ({"llama.attention.sliding_window": 128}, (), "LlamaForCausalLM"),
+        ({"llama.attention.sliding_window": 0}, (), "LlamaForCausalLM"),
+        ({"llama.attention.sliding_window": 64, PATTERN: [True, False]}, (64, None), "MinistralForCausalLM"),
+        ({"llama.attention.sliding_window": 64, PATTERN: [False, False]}, (), "LlamaForCausalLM"),
+    ],
+)
+def test_a_sliding_window_is_of_all_layers_or_of_those_that_are_flagged(
+    tmp_path: Path, changes: dict[str, Any], windows: tuple[int | None, ...], architecture: str
+) -> None:
+    config = _config(tmp_path, changes)
+    assert (config.windows, config.architecture) == (windows, architecture)
+
+
+def test_a_window_of_qwen2_must_say_its_layers(tmp_path: Path) -> None:
+    """Its first layers never have one, and how many those are is nowhere in the file."""
+    metadata = tiny_metadata("qwen2") | {"qwen2.attention.sliding_window": 64}
+    tensors = tiny_tensors(qkv_bias=True)
+    with pytest.raises(UnsupportedModelError, match="64, and doesn't say layer by layer"):
+        config_from_gguf(GGUFFile(write_gguf(tmp_path / "m.gguf", metadata, tensors)))
+    metadata["qwen2.attention.sliding_window_pattern"] = [False, True]
+    config = config_from_gguf(GGUFFile(write_gguf(tmp_path / "n.gguf", metadata, tensors)))
+    assert (config.windows, config.architecture) == ((None, 64), "Qwen2ForCausalLM")
+
+
+@pytest.mark.parametrize(("window", "flags"), [(2.5, None), (True, None), (64, [True]), (64, ["a", "b"]), (64, "yes")])
+def test_a_window_that_can_not_be_is_named(tmp_path: Path, window: Any, flags: Any) -> None:
+    changes = {"llama.attention.sliding_window": window, PATTERN: flags}
+    with pytest.raises(CorruptCheckpointError, match="sliding_window"):
+        _config(tmp_path, {name: item for name, item in changes.items() if item is not None})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"general.architecture": "gemma2"}, "'gemma2' isn't supported: use a GGUF file of llama, qwen2"),
         ({"llama.expert_count": 8}, "8 experts"),
-        ({"llama.attention.sliding_window": 64}, "sliding window of 64"),
+        ({"llama.attention.sliding_window": 64, PATTERN: 4}, "64, and doesn't say layer by layer"),
         ({"llama.attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
         ({"llama.attention.max_alibi_bias": 8.0}, "max_alibi_bias is 8.0"),
         ({"llama.attention.scale": 0.5}, "attention.scale is 0.5"),

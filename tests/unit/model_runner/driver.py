@@ -64,15 +64,16 @@ class Driver:
         max_positions: int | None = None,
         runner: RunnerConfig | None = None,
         quantization: str = "none",
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         device = torch.device("cpu")
-        self.decoder = RecordingDecoder(config, dict(weights), device, dtype, max_positions, quantization)
+        self.decoder = RecordingDecoder(config, dict(weights), device, dtype, max_positions, quantization, kv_dtype)
         self.decoder.recorded = []
         self.kv_cache = KVCache(
             config,
             num_blocks=num_blocks,
             block_size=block_size,
-            dtype=dtype,
+            dtype=self.decoder.kv_dtype,
             device=device,
             num_cpu_blocks=num_cpu_blocks,
         )

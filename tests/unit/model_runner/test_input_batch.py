@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from model.input_batch import InputBatch, StepInputs
+from model.input_batch import InputBatch
+from model.step_inputs import StepInputs
 from scheduler.output import Chunks, NewRow
 from scheduler.sampling_params import SamplingParams
 from tests.unit.chunks import make_chunks
