@@ -32,7 +32,7 @@ _TOO_LITTLE: Final = (errno.ENOMEM, errno.EFAULT)
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeroed memory. On the CPU it comes from numpy: pages are taken when first written, and are huge ones.
 
-    torch.zeros would write all of it, seconds for a pool of gigabytes; `take_pages` takes them without. The tensor starts
+    torch.zeros would write all of it, seconds for a pool of gigabytes; `take_pages` takes them without. It starts
     at a cache line, a large one at a huge page: numpy's own start is 16 bytes behind one, where each vector lies in two
     lines, and attention takes 1.3 times as long.
     """
