@@ -15,6 +15,7 @@ so a row's bits depend neither on how many rows come with it nor on the processo
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from llvmlite import ir
@@ -23,7 +24,7 @@ from numba.extending import intrinsic
 
 from kernels.cpu.dot import NUM_SUMS, QUAD_BYTES, add_products, finished, load_quad, no_sums, prepare_weights
 from kernels.cpu.half import load_halves
-from kernels.cpu.helper import helper
+from kernels.cpu.helper import helper_for
 from kernels.cpu.tile import HAS_WIDE_REGISTERS
 from kernels.cpu.vector import (
     F32,
@@ -44,15 +45,37 @@ from kernels.cpu.vector import (
 GROUP: Final = 32
 NUM_QUADS: Final = GROUP // 4
 HALF_BYTES: Final = 2 * LANES
-# Of a group of the weight, and where its quads begin in it.
-GROUP_BYTES: Final = 2 * HALF_BYTES + VECTOR_BYTES * NUM_QUADS
+# Where a group's quads begin in a panel, after its scales and minima.
 QUADS_AT: Final = 2 * HALF_BYTES
 # Of a group of a row.
 X_GROUP_BYTES: Final = NUM_QUADS * QUAD_BYTES
 SUM_BYTES: Final = 4
 
 
-def _emit_tile(builder: ir.IRBuilder, num_rows: int, num_vectors: int, values: tuple[ir.Value, ...]) -> None:
+@dataclass(frozen=True)
+class Layout:
+    """How weights of a kind lie in a panel.
+
+    kind: its name. group_bytes: from group to group. load_quad(builder, address of the first quad, number of a quad)
+    gives the quad's four unsigned bytes in each of 16 int32.
+    """
+
+    kind: str
+    group_bytes: int
+    load_quad: Callable[[ir.IRBuilder, ir.Value, int], ir.Value]
+
+
+def load_words(builder: ir.IRBuilder, quads: ir.Value, number: int) -> ir.Value:
+    """Vector `number` behind an address, as 16 int32."""
+    return load_value(builder, builder.add(quads, ir.Constant(I64, number * VECTOR_BYTES)), INT_VECTOR)
+
+
+BYTES: Final = Layout("int8", QUADS_AT + VECTOR_BYTES * NUM_QUADS, load_words)
+
+
+def _emit_tile(
+    builder: ir.IRBuilder, num_rows: int, num_vectors: int, layout: Layout, values: tuple[ir.Value, ...]
+) -> None:
     x, x_row, w, w_panel, bias, bias_panel, c, c_row, num_groups = values
     rows, columns = range(num_rows), range(num_vectors)
 
@@ -72,12 +95,12 @@ def _emit_tile(builder: ir.IRBuilder, num_rows: int, num_vectors: int, values: t
     g = builder.phi(I64)
     results = [[builder.phi(VECTOR) for _ in columns] for _ in rows]
     g_sums = builder.add(x_sums, builder.mul(g, number(SUM_BYTES)))
-    g_w = builder.add(w, builder.mul(g, number(GROUP_BYTES)))
+    g_w = builder.add(w, builder.mul(g, number(layout.group_bytes)))
     g_x = builder.add(x, builder.mul(g, number(X_GROUP_BYTES)))
     sums = [[no_sums() for _ in columns] for _ in rows]
     for quad in range(NUM_QUADS):
-        words = [at(g_w, w_panel, n, QUADS_AT + quad * VECTOR_BYTES) for n in columns]
-        weights = [prepare_weights(builder, load_value(builder, word, INT_VECTOR)) for word in words]
+        words = [layout.load_quad(builder, at(g_w, w_panel, n, QUADS_AT), quad) for n in columns]
+        weights = [prepare_weights(builder, each) for each in words]
         for r in rows:
             factor = load_quad(builder, at(g_x, x_row, r, quad * QUAD_BYTES))
             for n in columns:
@@ -108,7 +131,7 @@ def _emit_tile(builder: ir.IRBuilder, num_rows: int, num_vectors: int, values: t
             builder.store(value, pointer(builder, at(c, c_row, r, VECTOR_BYTES * n), VECTOR), align=4)
 
 
-def _tile(num_rows: int, num_vectors: int) -> Callable[..., None]:
+def _tile(num_rows: int, num_vectors: int, layout: Layout) -> Callable[..., None]:
     """The intrinsic of a tile of num_rows × (16 * num_vectors); its arguments are int64."""
 
     @intrinsic  # type: ignore[untyped-decorator]
@@ -117,7 +140,7 @@ def _tile(num_rows: int, num_vectors: int) -> Callable[..., None]:
         num_groups: Any,
     ) -> Any:  # fmt: skip
         def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-            _emit_tile(builder, num_rows, num_vectors, tuple(values))
+            _emit_tile(builder, num_rows, num_vectors, layout, tuple(values))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 9), codegen
@@ -132,12 +155,12 @@ MAX_TILE_ROWS: Final = 8 if HAS_WIDE_REGISTERS else 4 // NUM_SUMS
 _VECTORS: Final = (4, 4, 2, 2, 1, 1, 1, 1) if HAS_WIDE_REGISTERS else (2, 1, 1, 1)
 
 
-def _row_block(num_rows: int) -> Any:
+def _row_block(num_rows: int, layout: Layout) -> Any:
     """A function that covers `num_panels` vectors of columns for a block of exactly num_rows rows."""
     num_vectors = _VECTORS[num_rows - 1]
-    wide, narrow = _tile(num_rows, num_vectors), _tile(num_rows, 1)
+    wide, narrow = _tile(num_rows, num_vectors, layout), _tile(num_rows, 1, layout)
 
-    @helper
+    @helper_for(layout.kind)
     def row_block(
         x: int, x_row: int, w: int, w_panel: int, num_panels: int, bias: int, bias_panel: int, c: int, c_row: int,
         num_groups: int,
@@ -159,41 +182,44 @@ def _row_block(num_rows: int) -> Any:
     return row_block
 
 
-# Where tiles are lower, those above are never called, and stand for the highest.
-_rows_1, _rows_2, _rows_3, _rows_4, _rows_5, _rows_6, _rows_7, _rows_8 = (
-    [_row_block(n) for n in range(1, MAX_TILE_ROWS + 1)] + 6 * [_row_block(MAX_TILE_ROWS)]
-)[:8]
+def product_over(layout: Layout) -> Any:
+    """The product over weights of a kind, for use inside bodies."""
+    # Where tiles are lower, those above are never called, and stand for the highest.
+    rows_1, rows_2, rows_3, rows_4, rows_5, rows_6, rows_7, rows_8 = (
+        [_row_block(n, layout) for n in range(1, MAX_TILE_ROWS + 1)] + 6 * [_row_block(MAX_TILE_ROWS, layout)]
+    )[:8]
 
+    @helper_for(layout.kind)
+    def quantized_product(
+        x: int, x_row: int, num_rows: int, w: int, w_panel: int, num_panels: int, bias: int, bias_panel: int, c: int,
+        c_row: int, num_groups: int,
+    ) -> None:  # fmt: skip
+        """C[num_rows, 16 * num_panels] = bias + X · W over quantized rows and panels; addresses and strides in bytes.
 
-@helper
-def quantized_product(
-    x: int, x_row: int, num_rows: int, w: int, w_panel: int, num_panels: int, bias: int, bias_panel: int, c: int,
-    c_row: int, num_groups: int,
-) -> None:  # fmt: skip
-    """C[num_rows, 16 * num_panels] = bias + X · W over quantized rows and panels; addresses and strides in bytes.
+        bias: one vector a panel, `bias_panel` bytes apart (0 where all share one). Rows are cut into equal blocks.
+        """
+        num_blocks = (num_rows + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS
+        row = 0
+        for block in range(num_blocks):
+            end = num_rows * (block + 1) // num_blocks
+            count = end - row
+            xr, cr = x + row * x_row, c + row * c_row
+            if count == 1:
+                rows_1(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
+            elif count == 2:
+                rows_2(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
+            elif count == 3:
+                rows_3(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
+            elif count == 4:
+                rows_4(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
+            elif count == 5:
+                rows_5(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
+            elif count == 6:
+                rows_6(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
+            elif count == 7:
+                rows_7(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
+            else:
+                rows_8(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
+            row = end
 
-    bias: one vector a panel, `bias_panel` bytes apart (0 where all share one). Rows are cut into equal blocks.
-    """
-    num_blocks = (num_rows + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS
-    row = 0
-    for block in range(num_blocks):
-        end = num_rows * (block + 1) // num_blocks
-        count = end - row
-        xr, cr = x + row * x_row, c + row * c_row
-        if count == 1:
-            _rows_1(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
-        elif count == 2:
-            _rows_2(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
-        elif count == 3:
-            _rows_3(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
-        elif count == 4:
-            _rows_4(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
-        elif count == 5:
-            _rows_5(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
-        elif count == 6:
-            _rows_6(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
-        elif count == 7:
-            _rows_7(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
-        else:
-            _rows_8(xr, x_row, w, w_panel, num_panels, bias, bias_panel, cr, c_row, num_groups)
-        row = end
+    return quantized_product
