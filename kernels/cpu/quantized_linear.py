@@ -16,8 +16,8 @@ from kernels.cpu.vector import LANES, VECTOR_BYTES, fetch_add, load_i32, load_i6
 
 (
     X, X_ROW, NUM_ROWS, QUANTIZED, QUANTIZED_ROW, NUM_GROUPS,
-    W, W_PANEL, NUM_PANELS, PANELS_PER_ITEM, BIAS, BIAS_PANEL, C, C_ROW, THREAD_BYTES,
-) = range(ARGUMENTS, ARGUMENTS + 8 * 15, 8)  # fmt: skip
+    W, W_PANEL, NUM_PANELS, MAX_PANELS, SHARES, BIAS, BIAS_PANEL, C, C_ROW, THREAD_BYTES,
+) = range(ARGUMENTS, ARGUMENTS + 8 * 16, 8)  # fmt: skip
 
 
 def quantize_rows(task: int) -> None:
@@ -41,11 +41,16 @@ def linear_over(layout: Layout) -> Any:
         num_rows, num_groups = load_i64(task + NUM_ROWS), load_i64(task + NUM_GROUPS)
         quantized, quantized_row = load_i64(task + QUANTIZED), load_i64(task + QUANTIZED_ROW)
         w, w_panel = load_i64(task + W), load_i64(task + W_PANEL)
-        num_panels, panels_per_item = load_i64(task + NUM_PANELS), load_i64(task + PANELS_PER_ITEM)
+        num_panels, max_panels, shares = (
+            load_i64(task + NUM_PANELS),
+            load_i64(task + MAX_PANELS),
+            load_i64(task + SHARES),
+        )
         bias, bias_panel = load_i64(task + BIAS), load_i64(task + BIAS_PANEL)
         c, c_row = load_i64(task + C), load_i64(task + C_ROW)
         thread_bytes = load_i64(task + THREAD_BYTES)
-        panel = fetch_add(task, 1) * panels_per_item
+        size = max(1, min(max_panels, num_panels // shares))
+        panel = fetch_add(task, size)
         if panel >= num_panels:
             return
         if thread_bytes != 0:
@@ -54,12 +59,12 @@ def linear_over(layout: Layout) -> Any:
             for row in range(num_rows):
                 quantize_row(x + row * x_row, num_groups, quantized + row * quantized_row)
         while panel < num_panels:
-            count = min(panels_per_item, num_panels - panel)
             product(
-                quantized, quantized_row, num_rows, w + panel * w_panel, w_panel, count, bias + panel * bias_panel,
-                bias_panel, c + panel * VECTOR_BYTES, c_row, num_groups,
+                quantized, quantized_row, num_rows, w + panel * w_panel, w_panel, min(size, num_panels - panel),
+                bias + panel * bias_panel, bias_panel, c + panel * VECTOR_BYTES, c_row, num_groups,
             )  # fmt: skip
-            panel = fetch_add(task, 1) * panels_per_item
+            size = max(1, min(max_panels, (num_panels - panel - size) // shares))
+            panel = fetch_add(task, size)
 
     return linear
 
@@ -68,8 +73,9 @@ _linear: Final = linear_over(BYTES)
 
 
 def quantized_linear(task: int) -> None:
-    """Work item: `PANELS_PER_ITEM` panels for all rows.
+    """Work item: a panel for all rows. A thread claims one of SHARES equal parts of what is left, at most MAX_PANELS.
 
+    So it reads long runs of memory first, and at the end pieces so small that all threads end together.
     Where THREAD_BYTES is 0 the rows are quantized already; else each thread quantizes them for itself, so far apart.
     """
     _linear(task)
