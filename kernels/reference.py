@@ -38,9 +38,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def quantized_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """As calling kernels.quantized_linear.QuantizedLinear(weight, bias) with x: what is rounded there is rounded here,
-    in float32; the rest is float64."""
-    return linear(_rounded_x(x), _rounded_weight(weight), bias)
+    """As calling kernels.quantized_linear.QuantizedLinear with x, of a weight that is rounded already.
+
+    x is rounded in float32, as there; the rest is float64.
+    """
+    return linear(_rounded_x(x), weight, bias)
 
 
 def _rounded_x(x: torch.Tensor) -> torch.Tensor:
@@ -53,8 +55,8 @@ def _rounded_x(x: torch.Tensor) -> torch.Tensor:
     return rounded
 
 
-def _rounded_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Each 32 values of a row on 256 steps from their minimum on; minimum and step are of float16.
+def rounded_weight(weight: torch.Tensor) -> torch.Tensor:
+    """As int8 has it: each 32 values of a row on 256 steps from their minimum on; minimum and step are of float16.
 
     The end of a row is filled up with zeros.
     """

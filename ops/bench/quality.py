@@ -53,11 +53,20 @@ class Quality:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @model_option
-@click.option("--quantization", type=click.Choice(["int8"]), default="int8", help="Of the weights that are judged.")
+@click.option(
+    "--quantization", type=click.Choice(["int8", "int4"]), default="int8", help="Of the weights that are judged."
+)
+@click.option(
+    "--unround",
+    is_flag=True,
+    help="Move each weight of both sides by up to half a step first, as if the file had never been rounded.",
+)
 @click.option("--num-tokens", type=COUNT, default=2000, help="Of the text; no more than it has.")
 @num_threads_option
 @cache_dir_option
-def command(model: str, quantization: str, num_tokens: int, num_threads: int | None, cache_dir: str | None) -> None:
+def command(
+    model: str, quantization: str, unround: bool, num_tokens: int, num_threads: int | None, cache_dir: str | None
+) -> None:
     """Compare quantized weights with float32 on 2,000 tokens of fixed text, on the CPU.
 
     KL divergence of the next token's distribution, how often the most likely token is the same one, and the perplexity
@@ -67,7 +76,7 @@ def command(model: str, quantization: str, num_tokens: int, num_threads: int | N
     folder = cache_folder(cache_dir)
     path = checkpoint_path(model, folder)
     ids = _text_ids(path, num_tokens)
-    quality = _measure(path, folder, ids, quantization, num_threads)
+    quality = _measure(path, folder, ids, quantization, unround, num_threads)
     rows = [
         ("float32", f"{quality.perplexity_float32:.3f}", "", "", "", ""),
         (
@@ -83,6 +92,7 @@ def command(model: str, quantization: str, num_tokens: int, num_threads: int | N
         "machine": machine_facts(),
         "model": path.stem,
         "quantization": quantization,
+        "is_unrounded": unround,
         "ids_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
         "window": WINDOW,
         **asdict(quality),
@@ -104,20 +114,24 @@ def _text_ids(path: Path, num_tokens: int) -> list[int]:
     return ids[: num_tokens + 1]
 
 
-def _measure(path: Path, cache_dir: Path, ids: list[int], quantization: str, num_threads: int | None) -> Quality:
+def _measure(
+    path: Path, cache_dir: Path, ids: list[int], quantization: str, is_unrounded: bool, num_threads: int | None
+) -> Quality:
     import torch
 
     from model.decoder import Decoder
     from model.errors import ModelError
     from model.loader import load_checkpoint
     from model.threads import set_num_threads
+    from ops.bench.unrounded import UnroundedWeights
 
     set_num_threads(num_threads)
 
     def load(kind: str) -> Decoder:
         say(f"loading the model with quantization {kind}")
         checkpoint = load_checkpoint(path, cache_dir=cache_dir)
-        return Decoder(checkpoint.config, checkpoint.weights, quantization=kind)
+        weights = UnroundedWeights(checkpoint.weights, quantization) if is_unrounded else checkpoint.weights
+        return Decoder(checkpoint.config, weights, quantization=kind)
 
     try:
         plain, quantized = load("none"), load(quantization)

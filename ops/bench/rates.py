@@ -15,7 +15,7 @@ from ops.bench.compare import check_fit, read_config
 from ops.bench.errors import BenchError
 from ops.bench.machine import Disturbance, DisturbanceMeter, machine_facts, warnings_of
 from ops.bench.measure import num_blocks_for, say
-from ops.bench.options import BenchOptions, options_from
+from ops.bench.options import LLAMACPP_WEIGHTS, BenchOptions, options_from
 from ops.bench.parts import (
     COUNT,
     NameList,
@@ -70,7 +70,9 @@ class Engine:
 @seed_option
 @click.option("--peers", type=NameList(), default="none", help="Whom to compare with; those that take arrivals.")
 @click.option("--peer-python", multiple=True, metavar="NAME=PATH", help="The Python in which a peer is installed.")
-@click.option("--quantization", type=click.Choice(["none", "int8"]), default="none", help="Of our engine's weights.")
+@click.option(
+    "--quantization", type=click.Choice(list(LLAMACPP_WEIGHTS)), default="none", help="Of our engine's weights."
+)
 @engine_mode_option
 @num_threads_option
 @cache_dir_option

@@ -18,7 +18,7 @@ from ops.bench.workload import Lengths
 from tests.unit.bench.made import ours_run
 
 CONFIG = ModelConfig(320, 48, 96, 2, 3, 1, 16, 512, tie_word_embeddings=True)
-COSTS = Costs(CONFIG, 4, "float32", {"read_bytes_per_s": 1e9, "operations_per_s": 1e10})
+COSTS = Costs(CONFIG, (4, 4), "float32", {"read_bytes_per_s": 1e9, "operations_per_s": 1e10})
 STATIC, ONE_BY_ONE = BY_NAME["transformers"].label, BY_NAME["transformers"].alone
 
 
@@ -64,7 +64,7 @@ def test_latencies_are_percentiles_over_all_alternations(batches: list[dict[str,
 
 def test_the_shares_of_the_machine_s_limits_are_work_by_time_by_limit(batches: list[dict[str, Any]]) -> None:
     ours = batches[0]["ours"]
-    num_bytes = 4 * step_weight_bytes(CONFIG, 4) + 100 * slot_bytes(CONFIG, 4)
+    num_bytes = 4 * step_weight_bytes(CONFIG, (4, 4)) + 100 * slot_bytes(CONFIG, 4)
     assert ours["bandwidth_share"]["median"] == pytest.approx(num_bytes / 1e9)
     operations = num_operations(CONFIG, [Lengths(20, 3), Lengths(30, 4)])
     assert ours["arithmetic_share"]["median"] == pytest.approx(operations / 1e10)
