@@ -365,6 +365,9 @@ class InputBatch:
     ) -> AttentionMetadata:
         num_seqs, max_context_len = (len(rows), int(ends.max())) if shape is None else shape
         if shape is not None:
+            # A graph's launches are sized by these numbers, and on the device nobody can check them without a wait.
+            longest = int(ends.max(initial=0))
+            assert longest <= max_context_len, f"{longest} tokens of a sequence pass the {max_context_len} of {shape}"
             query_starts = self._aranges[: num_seqs + 1]
         num_blocks = -(-max_context_len // self._block_size)
         return AttentionMetadata(

@@ -3,8 +3,8 @@
     piece_candidates_kernel   (row, piece)   the k largest of 4,096 logits, their maximum and the sum of exponentials
     likeliest_kernel          (row)          the k largest of all candidates, in order, less the logarithm of the sum
 
-A logit and its token become one whole number, a *rank*, that is larger for the larger logit and for the first of equals.
-So the largest is found k times by a maximum and taken out, and no two ranks are equal.
+A logit and its token become one whole number, a *rank*: larger for the larger logit, and of equals for the first token.
+So the largest is found k times by a maximum and taken out: no two ranks are equal.
 """
 
 from functools import partial
