@@ -4,6 +4,7 @@ By Triton on CUDA, or by the interpreter.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ pytestmark = [needs_triton, pytest.mark.usefixtures("triton_alone")]
 FP32 = TOLERANCE[torch.float32]
 
 
-def bounded(batch: Batch, **bounds: int) -> Batch:
+def bounded(batch: Batch, **bounds: Any) -> Batch:
     return Batch(batch.query, batch.kv_cache, replace(batch.meta, **bounds))
 
 
