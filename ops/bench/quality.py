@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from ops.bench.errors import BenchError
+from ops.bench.flags import COUNT, cache_dir_option, json_option, model_option, num_threads_option
 from ops.bench.machine import machine_facts
 from ops.bench.measure import say
-from ops.bench.parts import COUNT, cache_dir_option, cache_folder, checkpoint_path, model_option, num_threads_option
+from ops.bench.parts import cache_folder, checkpoint_path
 from ops.bench.quality_text import TEXT
+from ops.bench.result import publish
 from ops.tables import print_table
 
 if TYPE_CHECKING:
@@ -64,8 +66,15 @@ class Quality:
 @click.option("--num-tokens", type=COUNT, default=2000, help="Of the text; no more than it has.")
 @num_threads_option
 @cache_dir_option
+@json_option
 def command(
-    model: str, quantization: str, unround: bool, num_tokens: int, num_threads: int | None, cache_dir: str | None
+    model: str,
+    quantization: str,
+    unround: bool,
+    num_tokens: int,
+    num_threads: int | None,
+    cache_dir: str | None,
+    json_file: str | None,
 ) -> None:
     """Compare quantized weights with float32 on 2,000 tokens of fixed text, on the CPU.
 
@@ -98,7 +107,7 @@ def command(
         **asdict(quality),
         "took_s": time.monotonic() - started,
     }
-    print(json.dumps(report))
+    publish(report, json_file)
 
 
 def _text_ids(path: Path, num_tokens: int) -> list[int]:
