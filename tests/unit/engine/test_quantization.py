@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.attention_inputs import AttentionOptions
 from kernels.dispatch import has_compiled, implementation
 from kernels.int4_weights import INT4
 from kernels.quantized_linear import QuantizedLinear
@@ -78,7 +79,7 @@ def held_bytes(decoder: Decoder) -> int:
             for each in value:
                 visit(each)
         elif type(value).__module__.startswith(("kernels.", "model.")) and not isinstance(
-            value, ModelConfig | WeightFormat
+            value, AttentionOptions | ModelConfig | WeightFormat
         ):
             for each in vars(value).values():
                 visit(each)
