@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.attention_inputs import AttentionOptions
 from kernels.dispatch import has_compiled, implementation
 from model.config import ModelConfig
 from model.decoder import Decoder
@@ -65,7 +66,9 @@ def held_bytes(decoder: Decoder) -> int:
         elif isinstance(value, list):
             for each in value:
                 visit(each)
-        elif type(value).__module__.startswith(("kernels.", "model.")) and not isinstance(value, ModelConfig):
+        elif type(value).__module__.startswith(("kernels.", "model.")) and not isinstance(
+            value, ModelConfig | AttentionOptions
+        ):
             for each in vars(value).values():
                 visit(each)
 
