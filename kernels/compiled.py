@@ -20,10 +20,10 @@ LANES = 16
 MIN_BYTES_PER_THREAD = 128 << 10
 # Bodies that several kernels call, and those that belong to a kernel of another name.
 _SHARED = ("product", "run_on_pool", "help_pool")
-# Bodies of the linear layers, with weights of float32 and of int8: a model has one kind.
-_LINEAR = ("linear", "gather_rows")
-_QUANTIZED_LINEAR = ("quantize_rows", "quantized_linear", "gather_quantized_rows")
-_KERNEL_OF = dict.fromkeys((*_LINEAR, *_QUANTIZED_LINEAR), "linear")
+# Bodies of the linear layers by how a model's weights are kept. Of int4 the embeddings are int8.
+_INT8_LINEAR = ("quantize_rows", "quantized_linear", "gather_quantized_rows")
+_LINEAR = {"none": ("linear", "gather_rows"), "int8": _INT8_LINEAR, "int4": (*_INT8_LINEAR, "int4_linear")}
+_KERNEL_OF = {name: "linear" for names in _LINEAR.values() for name in names}
 
 
 @cache
@@ -78,20 +78,17 @@ def threads_for(num_bytes: int) -> int:
     return max(1, min(torch.get_num_threads(), num_bytes // MIN_BYTES_PER_THREAD))
 
 
-def _needed(
-    dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int, is_quantized: bool
-) -> tuple[str, ...]:
+def _needed(dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int, quantization: str) -> tuple[str, ...]:
     """Names of the bodies that such a model on the CPU calls."""
     if dtype is not torch.float32 or not any(has_compiled(kernel) for kernel in KERNELS):
         return ()
     from kernels.cpu.build import BODIES
 
-    unused = _LINEAR if is_quantized else _QUANTIZED_LINEAR
     has_attention = head_dim % LANES == 0 and num_heads % num_kv_heads == 0
     return tuple(
         name
         for name in BODIES
-        if name not in unused
+        if (name not in _KERNEL_OF or name in _LINEAR[quantization])
         and (has_attention or name != "attention")
         and (name in _SHARED or has_compiled(_KERNEL_OF.get(name, name)))
     )
@@ -105,11 +102,11 @@ def set_cache_root(folder: Path | None) -> None:
 
 
 def is_compiled(
-    dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int, is_quantized: bool = False
+    dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int, quantization: str = "none"
 ) -> bool:
     """True where such a model on the CPU starts without compiling: its kernels are loaded or cached on disk, or it
     needs none."""
-    names = _needed(dtype, head_dim, num_heads, num_kv_heads, is_quantized)
+    names = _needed(dtype, head_dim, num_heads, num_kv_heads, quantization)
     if not names:
         return True
     from kernels.cpu.build import is_at_hand
@@ -123,13 +120,13 @@ def warmup(
     num_heads: int,
     num_kv_heads: int,
     progress: Callable[[int, int, str], None] | None = None,
-    is_quantized: bool = False,
+    quantization: str = "none",
 ) -> None:
     """Load every kernel that such a model on the CPU uses, compiling what the cache on disk does not hold.
 
     progress(done, total, name) is called before each kernel, and once more at the end with done == total.
     """
-    names = _needed(dtype, head_dim, num_heads, num_kv_heads, is_quantized)
+    names = _needed(dtype, head_dim, num_heads, num_kv_heads, quantization)
     for done, name in enumerate(names):
         if progress is not None:
             progress(done, len(names), name)

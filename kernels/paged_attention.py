@@ -7,6 +7,7 @@ keys of s     |<------------- context_lens[s] ------------->|
 """
 
 from functools import cache
+from typing import Final
 
 import torch
 
@@ -17,6 +18,9 @@ from kernels.compiled import LANES, float_bits, launch, product_address, scratch
 from kernels.dispatch import selected, tell_fallback, use_compiled, use_triton
 
 __all__ = ["FP8", "AttentionMetadata", "AttentionOptions", "paged_attention"]
+
+# Keys and values of a tile that one work item of the compiled kernel has at most.
+MAX_TILE_BYTES: Final = 128 << 10
 
 
 def paged_attention(
@@ -97,6 +101,19 @@ def _scratch_bytes(head_dim: int, group: int) -> int:
     return scratch_bytes(head_dim, max(group, MAX_ROWS))
 
 
+@cache
+def _heads_at_once(head_dim: int, num_kv_heads: int, group: int) -> int:
+    """How many KV heads of a decode one work item may take, so that memory is read in order.
+
+    As many as its tile has rows for, and as leave this tile and the next one room in an L2 cache. Items are fewer then,
+    so it pays only where there are several for each thread.
+    """
+    from kernels.cpu.attention import KEY_TILE, MAX_ROWS
+
+    tile_bytes = 2 * KEY_TILE * head_dim * 4
+    return max(1, min(num_kv_heads, MAX_ROWS // group, MAX_TILE_BYTES // tile_bytes))
+
+
 def _launch(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -122,6 +139,7 @@ def _launch(
             meta.context_lens.data_ptr(), meta.context_lens.shape[0], num_kv_heads, group, head_dim, float_bits(scale),
             scratch(num_threads * thread_bytes).data_ptr(), thread_bytes, product_address(),
             max_keys, max_keys if window is None else min(window, max_keys),
+            _heads_at_once(head_dim, num_kv_heads, group) if meta.context_lens.shape[0] >= 4 * num_threads else 1,
         ),
         num_threads,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are int8, for decoding at a quarter of the bytes and integer products."""
+"""Linear layers whose weights are integers of few bits, for decoding at fewer bytes and by integer products."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -9,25 +9,20 @@ from kernels.checks import check_devices
 from kernels.compiled import LANES, launch, scratch, threads_for
 from kernels.dispatch import has_compiled, tell_fallback
 from kernels.linear import ITEM_BYTES, check_ids, check_weight, check_x
-from kernels.memory import empty_in_huge_pages
+from kernels.weight_formats import GROUP, INT8, PANELS_AT_ONCE, WeightFormat, dequantized, open_panels, pack_panels
 
-# Values along in_features that share a scale and a minimum; as kernels/cpu/quantized_tile.py has it.
-GROUP: Final = 32
-BYTES_PER_WEIGHT: Final = 1 + 4 / GROUP
 # The largest integer of a quantized x; a row below MIN_MAGNITUDE counts as zeros. As kernels/cpu has them.
 X_LIMIT: Final = 127 * 256
 MIN_MAGNITUDE: Final = 1e-30
-# Up to here each thread quantizes x for itself, which takes less time than a launch of its own.
-MAX_OWN_ELEMENTS: Final = 4096
-# Panels whose weights are floats at once, where weights are quantized or torch multiplies: 8192 rows.
-PANELS_AT_ONCE: Final = 512
-_HALF_BYTES: Final = 2 * LANES
-_GROUP_BYTES: Final = 2 * _HALF_BYTES + LANES * GROUP
+# Up to here each thread quantizes x for itself, which takes less time (3 us) than a launch of its own.
+MAX_OWN_ELEMENTS: Final = 16384
+# Into how many parts for each thread the panels that are left are cut, of which a thread claims one at a time.
+SHARES_PER_THREAD: Final = 2
 _LINE_BYTES: Final = 64
 
 
 class QuantizedLinear:
-    """y = x q(W)ᵀ + b, where q rounds to 256 steps with a scale and a minimum for each 32 weights along in_features.
+    """y = x q(W)ᵀ + b, where q rounds as `form` says, with a scale and a minimum for each 32 weights along in_features.
 
     Called as a PackedLinear. weight [out_features, in_features] and bias are float; `dtype` is that of x, of the result
     and of the bias. x becomes integers of 16 bits for the product, with a scale for each row, which loses next to
@@ -36,25 +31,32 @@ class QuantizedLinear:
     order. Torch computes the same from the dequantized numbers, slowly, where those don't run: without numba, in
     another dtype, on a GPU. A row of x that isn't finite gives NaN.
 
-    The weight is kept once, as uint8 [ceil(out / 16), ceil(in / 32), 32 + 32 + 512]: for each 16 outputs and group 16
-    scales and 16 minima (float16), then for each four k's 16 times their four bytes. Sizes are padded with zeros.
+    The weight is kept once, in panels (weight_formats.py).
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        form: WeightFormat = INT8,
     ) -> None:
         check_weight(weight, bias)
         self.dtype = weight.dtype if dtype is None else dtype
         self.out_features, self.in_features = weight.shape
         self._num_groups = -(-self.in_features // GROUP)
         self._padded = self._num_groups * GROUP
-        self._panels = _packed(weight)
+        self._row_bytes = _row_bytes(self._num_groups)
+        self._form = form
+        self._panels = pack_panels(weight, form)
+        self._num_panels, self._panel_bytes = len(self._panels), self._panels.stride(0)
+        self._has_kernel = self.dtype is torch.float32 and self._panels.device.type == "cpu"
         self._plain_bias = None if bias is None else bias.to(self.dtype)
         # Without a bias one vector of zeros serves all panels.
         if self._plain_bias is None:
             self._bias, self._bias_step = torch.zeros(LANES), 0
         else:
-            padding = len(self._panels) * LANES - self.out_features
+            padding = self._num_panels * LANES - self.out_features
             self._bias, self._bias_step = torch.nn.functional.pad(self._plain_bias.float(), (0, padding)), 4 * LANES
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -66,9 +68,9 @@ class QuantizedLinear:
         return self._with_torch(x)
 
     def _is_compiled(self) -> bool:
-        if self.dtype is torch.float32 and self._panels.device.type == "cpu" and has_compiled("linear"):
+        if self._has_kernel and has_compiled("linear"):
             return True
-        tell_fallback("linear", f"int8 weights are dequantized at each call ({self._why_not_compiled()})")
+        tell_fallback("linear", f"{self._form.name} weights are dequantized at each call ({self._why_not_compiled()})")
         return False
 
     def _why_not_compiled(self) -> str:
@@ -83,26 +85,25 @@ class QuantizedLinear:
             x = torch.nn.functional.pad(x, (0, self._padded - self.in_features))
         elif x.stride(1) != 1:
             x = x.contiguous()
-        num_rows, num_panels = x.shape[0], len(self._panels)
+        num_rows, num_panels = x.shape[0], self._num_panels
         out = torch.empty((num_rows, num_panels * LANES))
         if num_rows == 0:
             return out[:, : self.out_features]
-        panel_bytes = self._panels.stride(0)
-        num_threads = threads_for(num_panels * panel_bytes * (1 + num_rows // 8))
-        panels_per_item = max(1, min(ITEM_BYTES // panel_bytes, num_panels // (4 * num_threads)))
-        row_bytes = _row_bytes(self._num_groups)
+        num_threads = threads_for(num_panels * self._panel_bytes * (1 + num_rows // 8))
         is_own = num_rows * self._padded <= MAX_OWN_ELEMENTS
-        working = scratch(row_bytes * num_rows * (num_threads if is_own else 1) + _LINE_BYTES)
+        all_bytes = num_rows * self._row_bytes
+        working = scratch(all_bytes * (num_threads if is_own else 1) + _LINE_BYTES)
         quantized = -(-working.data_ptr() // _LINE_BYTES) * _LINE_BYTES
         arguments = (
-            x.data_ptr(), x.stride(0) * 4, num_rows, quantized, row_bytes, self._num_groups, self._panels.data_ptr(),
-            panel_bytes, num_panels, panels_per_item, self._bias.data_ptr(), self._bias_step, out.data_ptr(),
-            out.stride(0) * 4, row_bytes * num_rows if is_own else 0,
+            x.data_ptr(), x.stride(0) * 4, num_rows, quantized, self._row_bytes, self._num_groups,
+            self._panels.data_ptr(), self._panel_bytes, num_panels, max(1, ITEM_BYTES // self._panel_bytes),
+            SHARES_PER_THREAD * num_threads, self._bias.data_ptr(), self._bias_step, out.data_ptr(),
+            num_panels * LANES * 4, all_bytes if is_own else 0,
         )  # fmt: skip
         if not is_own:
             launch("quantize_rows", arguments, threads_for(num_rows * self._padded * 8))
-        launch("quantized_linear", arguments, num_threads)
-        return out if out.shape[1] == self.out_features else out[:, : self.out_features]
+        launch(self._form.linear_body, arguments, num_threads)
+        return out if num_panels * LANES == self.out_features else out[:, : self.out_features]
 
     def _with_torch(self, x: torch.Tensor) -> torch.Tensor:
         x = round_trip(x.float()).to(self.dtype)
@@ -116,13 +117,13 @@ class QuantizedLinear:
         ids = ids.long().contiguous()
         if ids.device.type == "cpu":  # elsewhere the host would wait for the device, which a captured graph can't
             check_ids(ids, self.out_features)
-        if not self._is_compiled():
+        if self._form.gather_body is None or not self._is_compiled():
             lanes, every = ids % LANES, torch.arange(len(ids), device=ids.device)
-            parts = [part[every, lanes] for part in _opened(self._panels[ids // LANES])]
-            return _dequantized(*parts)[:, : self.in_features].to(self.dtype)
+            parts = [part[every, lanes] for part in open_panels(self._panels[ids // LANES], self._form)]
+            return dequantized(*parts)[:, : self.in_features].to(self.dtype)
         out = torch.empty((ids.shape[0], self._padded))
         launch(
-            "gather_quantized_rows",
+            self._form.gather_body,
             (self._panels.data_ptr(), self._num_groups, ids.data_ptr(), ids.shape[0], out.data_ptr()),
             threads_for(out.numel() * LANES),
         )
@@ -135,7 +136,7 @@ class QuantizedLinear:
     def _pieces(self) -> Iterator[torch.Tensor]:
         """The weight in float32, some thousand rows at a time; the last ones may be padding."""
         for panels in torch.split(self._panels, PANELS_AT_ONCE):
-            yield _dequantized(*(part.flatten(0, 1) for part in _opened(panels)))[:, : self.in_features]
+            yield dequantized(*(part.flatten(0, 1) for part in open_panels(panels, self._form)))[:, : self.in_features]
 
 
 def quantize_x(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,61 +157,6 @@ def round_trip(x: torch.Tensor) -> torch.Tensor:
     """x float32 [rows, in_features] as the products see it: quantized and dequantized."""
     integers, scales = quantize_x(x)
     return integers * scales
-
-
-def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """float32 [rows, n * 32] → integers of 0 ... 255, in float32, [rows, n, 32], scales and minima, float16, [rows, n].
-
-    The integers are the nearest for the scales and minima as they are after rounding. What isn't finite, or not in
-    float16, gives NaN.
-    """
-    groups = weight.view(len(weight), weight.shape[1] // GROUP, GROUP)
-    least, most = groups.aminmax(dim=2)
-    minima = least.half()
-    scales = ((most - minima) / 255).half()
-    step = torch.where(scales > 0, scales, 1).float()
-    integers = torch.round((groups - minima.float()[..., None]) / step[..., None]).clamp(0, 255).nan_to_num(0)
-    return integers, torch.where(minima.isfinite(), scales, torch.nan), minima
-
-
-def _dequantized(integers: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor) -> torch.Tensor:
-    """[rows, groups, 32] and twice [rows, groups] → float32 [rows, groups * 32]."""
-    return (integers.float() * scales[..., None].float() + minima[..., None].float()).flatten(1)
-
-
-def _packed(weight: torch.Tensor) -> torch.Tensor:
-    """The panels of a weight, made some thousand rows at a time, so that it exists twice nowhere."""
-    num_out, num_in = weight.shape
-    num_panels, num_groups = -(-num_out // LANES), -(-num_in // GROUP)
-    shape = (num_panels, num_groups, _GROUP_BYTES)
-    if weight.device.type == "cpu":
-        panels = empty_in_huge_pages(shape, torch.uint8)
-    else:
-        panels = torch.empty(shape, dtype=torch.uint8, device=weight.device)
-    for first in range(0, num_panels, PANELS_AT_ONCE):
-        piece = panels[first : first + PANELS_AT_ONCE]
-        rows = weight[first * LANES : (first + PANELS_AT_ONCE) * LANES].float()
-        rows = torch.nn.functional.pad(rows, (0, num_groups * GROUP - num_in, 0, len(piece) * LANES - len(rows)))
-        integers, *halves = quantize_weight(rows)
-        for at, half in zip((0, _HALF_BYTES), halves, strict=True):
-            target = piece[..., at : at + _HALF_BYTES].view(torch.float16)
-            target.copy_(half.view(-1, LANES, num_groups).transpose(1, 2))
-        quads = integers.to(torch.uint8).view(-1, LANES, num_groups, GROUP // 4, 4)
-        _quads_of(piece).copy_(quads.permute(0, 2, 3, 1, 4))
-    return panels
-
-
-def _opened(panels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Panels [n, groups, 576] → integers [n, 16, groups, 32], scales and minima [n, 16, groups]."""
-    scales, minima = (
-        panels[..., at : at + _HALF_BYTES].contiguous().view(torch.float16).transpose(1, 2) for at in (0, _HALF_BYTES)
-    )
-    return _quads_of(panels).permute(0, 3, 1, 2, 4).flatten(3), scales, minima
-
-
-def _quads_of(panels: torch.Tensor) -> torch.Tensor:
-    """The integers of panels as they lie there, [n, groups, 8, 16, 4]."""
-    return panels[..., 2 * _HALF_BYTES :].view(*panels.shape[:2], GROUP // 4, LANES, 4)
 
 
 def _row_bytes(num_groups: int) -> int:

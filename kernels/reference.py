@@ -38,9 +38,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def quantized_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """As calling kernels.quantized_linear.QuantizedLinear(weight, bias) with x: what is rounded there is rounded here,
-    in float32; the rest is float64."""
-    return linear(_rounded_x(x), _rounded_weight(weight), bias)
+    """As calling kernels.quantized_linear.QuantizedLinear with x, of a weight that is rounded already.
+
+    x is rounded in float32, as there; the rest is float64.
+    """
+    return linear(_rounded_x(x), weight, bias)
 
 
 def _rounded_x(x: torch.Tensor) -> torch.Tensor:
@@ -53,8 +55,8 @@ def _rounded_x(x: torch.Tensor) -> torch.Tensor:
     return rounded
 
 
-def _rounded_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Each 32 values of a row on 256 steps from their minimum on; minimum and step are of float16.
+def rounded_weight(weight: torch.Tensor) -> torch.Tensor:
+    """As int8 has it: each 32 values of a row on 256 steps from their minimum on; minimum and step are of float16.
 
     The end of a row is filled up with zeros.
     """
@@ -84,7 +86,7 @@ def rope_and_write(
 ) -> torch.Tensor:
     """As kernels.kv_cache_write.rope_and_write: the cache is written in its own dtype, the queries are float64."""
     num_tokens, half, block_size = qkv.shape[0], cos_sin.shape[1] // 2, kv_cache.shape[3]
-    heads = qkv.double().reshape(num_tokens, num_heads + 2 * num_kv_heads, -1)
+    heads = qkv.double().reshape(num_tokens, num_heads + 2 * num_kv_heads, kv_cache.shape[5])
     for token in range(num_tokens):
         cos, sin = cos_sin[positions[token]].double().chunk(2)
         for head in range(num_heads + num_kv_heads):
@@ -233,10 +235,10 @@ def sample(
         values = torch.full((vocab_limit,), -torch.inf)
         values[usable] = logits[row, usable]
         largest = values.max()
-        if temperature[row] <= 0:
+        if not temperature[row] > 0:
             ids.append(values.tolist().index(float(largest)))
             continue
-        scaled = (values - largest) / temperature[row]
+        scaled = ((values - largest) / temperature[row]).nan_to_num(-torch.inf, None, -torch.inf)
         noise = gumbel(row_keys(seeds[row : row + 1], positions[row : row + 1]), vocab_limit)[0]
         share_of_largest = 0.0 if min_p is None else float(min_p[row])
         kept = kept_tokens(scaled, int(top_k[row]), float(top_p[row]), share_of_largest)

@@ -36,7 +36,8 @@ def sample(
 
     logits [rows, vocab] of any float dtype; temperature, top_p, min_p float32 [rows] (None: no row wants min-p);
     top_k, seeds, positions int64 [rows]. All on one device. Ids >= vocab_limit and logits that are not finite are never
-    chosen. A row of temperature 0 takes the largest raw logit, the first of equals. Any other row, in this order:
+    chosen. A row whose temperature is not above 0 takes the largest raw logit, the first of equals. Any other row, in
+    this order:
 
     1. scaled = (logit - largest) / temperature, in float32
     2. min_p > 0: keep the tokens at least min_p times as probable as the largest; whatever equals that one stays
@@ -90,6 +91,8 @@ def _sample_with_torch(logits: torch.Tensor, wishes: _Wishes) -> torch.Tensor:
 
 def _draw(usable: torch.Tensor, largest: torch.Tensor, wishes: _Wishes) -> torch.Tensor:
     scaled = (usable - largest[:, None]) / wishes.temperature[:, None]
+    # A difference beyond all numbers, divided by an infinite temperature, has no place among the others.
+    scaled = scaled.masked_fill(scaled.isnan(), -torch.inf)
     scaled = keep_min_p(scaled, wishes.min_p)
     scaled = keep_top_p(keep_top_k(scaled, wishes.top_k), wishes.top_p)
     keys = row_keys(wishes.seeds, wishes.positions)

@@ -3,21 +3,32 @@
 import torch
 
 from kernels.compiled import launch
-from kernels.dispatch import use_compiled
+from kernels.dispatch import tell_fallback, use_compiled, use_triton
 from kernels.errors import KernelInputError
 
 
 def top_logprobs(logits: torch.Tensor, k: int, vocab_limit: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(log probabilities float64 [rows, k], token ids int64 [rows, k]) of the k likeliest tokens, the likeliest first.
 
-    logits float32 [rows, vocab]. Ids >= vocab_limit and logits that are not finite have no part in it. Of equals the
-    first comes first. Where a row has fewer than k tokens, the rest is -inf and -1.
+    logits [rows, vocab] of any float dtype, taken as float32. Ids >= vocab_limit and logits that are not finite have no
+    part in it. Of equals the first comes first. Where a row has fewer than k tokens, the rest is -inf and -1.
+
+    On CUDA the host waits for nothing, so that a graph can hold the call. Raises KernelInputError.
     """
-    if logits.ndim != 2 or not 0 < vocab_limit <= logits.shape[1] or k < 1:
+    if logits.ndim != 2 or not logits.is_floating_point() or not 0 < vocab_limit <= logits.shape[1] or k < 1:
         raise KernelInputError(
-            f"logits are {tuple(logits.shape)}, vocab_limit is {vocab_limit} and k is {k}; vocab_limit must lie in "
-            "1..vocab, and k be at least 1"
+            f"logits are {logits.dtype} {tuple(logits.shape)}, vocab_limit is {vocab_limit} and k is {k}; they must be"
+            " floats [rows, vocab], vocab_limit lie in 1..vocab, and k be at least 1"
         )
+    if use_triton("top_logprobs", logits):
+        from kernels.gpu.top_logprobs import top_logprobs as top_with_triton
+        from kernels.gpu.top_logprobs import why_not_triton
+
+        why = why_not_triton(k, vocab_limit)
+        if why is None:
+            adjacent = logits if logits.stride(1) == 1 else logits[:, :vocab_limit].contiguous()
+            return top_with_triton(adjacent, k, vocab_limit)
+        tell_fallback("top_logprobs", why)
     if use_compiled("top_logprobs", logits) and logits.stride(1) == 1:
         return _launch(logits, k, vocab_limit)
     return _with_torch(logits[:, :vocab_limit].float(), k)

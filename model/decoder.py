@@ -10,7 +10,7 @@ from model.config import ModelConfig
 from model.errors import UnsupportedModelError
 from model.kv_cache_dtype import kv_scales
 from model.layers import DecoderLayer, ForwardContext
-from model.quantization import make_linear, make_table
+from model.quantization import make_linear, make_table, quantization_of_tables
 from model.rope import cos_sin_table, rotary_dim
 from model.weights import EMBEDDING, FINAL_NORM, LM_HEAD, WeightReader, check_weights
 
@@ -53,9 +53,9 @@ class Decoder:
         self.final_norm = reader.take(FINAL_NORM)
         embedding = reader.take(EMBEDDING)
         # Where they are tied the table lives once, in the packed layer's layout, and rows are looked up there.
-        is_tied = config.tie_word_embeddings
-        self.lm_head = make_linear(embedding if is_tied else reader.take(LM_HEAD), None, dtype, quantization)
-        self._embedding = self.lm_head if is_tied else make_table(embedding, dtype, quantization)
+        is_tied, kind = config.tie_word_embeddings, quantization_of_tables(quantization)
+        self.lm_head = make_linear(embedding if is_tied else reader.take(LM_HEAD), None, dtype, kind)
+        self._embedding = self.lm_head if is_tied else make_table(embedding, dtype, kind)
 
     def forward(
         self,

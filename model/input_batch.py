@@ -158,7 +158,10 @@ class InputBatch:
         )
 
     def _attention_metadata(self, layout: StepLayout, shape: DecodeShape | None) -> AttentionMetadata:
-        num_seqs, max_context_len = (len(layout.rows), int(layout.ends.max())) if shape is None else shape
+        longest = int(layout.ends.max(initial=0))
+        num_seqs, max_context_len = (len(layout.rows), longest) if shape is None else shape
+        # A graph's launches are sized by these numbers, and on the device nobody can check them without a wait.
+        assert longest <= max_context_len, f"{longest} tokens of a sequence pass the {max_context_len} of {shape}"
         query_starts = layout.query_starts if shape is None else self._aranges[: num_seqs + 1]
         return AttentionMetadata(
             block_tables=self._to_device(_padded(self._rows.tables(layout.rows, max_context_len), num_seqs)),

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import logging
+import math
 import os
 import sys
 import threading
@@ -12,8 +13,11 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from kernels.memory import HUGE_PAGE_BYTES
+
 log = logging.getLogger("pagemill.model")
 
+_LINE_BYTES: Final = 64
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 # One call's share: the address space is locked meanwhile, for 0.4 ms or so, and nobody can map memory.
 _PIECE_BYTES: Final = 4 << 20
@@ -28,12 +32,17 @@ _TOO_LITTLE: Final = (errno.ENOMEM, errno.EFAULT)
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeroed memory. On the CPU it comes from numpy: pages are taken when first written, and are huge ones.
 
-    torch.zeros would write all of it, seconds for a pool of gigabytes; `take_pages` takes them without.
+    torch.zeros would write all of it, seconds for a pool of gigabytes; `take_pages` takes them without. It starts
+    at a cache line, a large one at a huge page: numpy's own start is 16 bytes behind one, where each vector lies in two
+    lines, and attention takes 1.3 times as long.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    alignment = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else _LINE_BYTES
+    memory = torch.from_numpy(np.zeros(num_bytes + alignment, dtype=np.uint8))
+    start = -memory.data_ptr() % alignment
+    return memory[start : start + num_bytes].view(dtype).view(shape)
 
 
 def take_pages(tensor: torch.Tensor, max_wait_s: float) -> None:

@@ -224,11 +224,11 @@ class ModelRunner:
         """
         config = self._decoder.config
         shape = (self._decoder.dtype, config.head_dim, config.num_heads, config.num_kv_heads)
-        is_quantized = self._decoder.quantization != "none"
-        if progress is None or is_compiled(*shape, is_quantized):
-            warmup(*shape, is_quantized=is_quantized)
+        quantization = self._decoder.quantization
+        if progress is None or is_compiled(*shape, quantization):
+            warmup(*shape, quantization=quantization)
         else:
-            warmup(*shape, lambda done, total, _: progress(COMPILE_STAGE, done, total), is_quantized)
+            warmup(*shape, lambda done, total, _: progress(COMPILE_STAGE, done, total), quantization)
         prompt_len = min(self._kv_cache.block_size - 1, self._batch.max_model_len - 1)
         rows = [
             NewRow(

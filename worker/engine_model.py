@@ -33,7 +33,7 @@ def read_model(config: EngineConfig) -> EngineModel:
     if config.block_size not in BLOCK_SIZES:
         raise StartupError(f"block_size is {config.block_size}: use one of {', '.join(map(str, BLOCK_SIZES))}")
     if config.quantization not in QUANTIZATIONS:
-        raise StartupError(f"quantization is {config.quantization}: use {' or '.join(QUANTIZATIONS)}")
+        raise StartupError(f"quantization is {config.quantization}: use one of {', '.join(QUANTIZATIONS)}")
     path = Path(config.model_path)
     device = _pick_device(config.device)
     model_config = load_config(path, config.load_format)

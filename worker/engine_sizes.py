@@ -34,7 +34,9 @@ ACTIVATION_MARGIN = 1.2
 
 def startup_need(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, block_bytes: int) -> Need:
     """What weights, KV cache (as far as its size is set) and all else take on the CPU."""
-    weight_bytes = bytes_of_weights(num_parameters(model_config), dtype, config.quantization)
+    num_in_tables = num_table_parameters(model_config)
+    num_in_layers = num_parameters(model_config) - num_in_tables
+    weight_bytes = bytes_of_weights(num_in_layers, num_in_tables, dtype, config.quantization)
     if config.quantization != "none":  # each matrix is there unquantized for a moment, the embeddings are the largest
         weight_bytes += model_config.vocab_size * model_config.hidden_size * dtype.itemsize
     return need_on_cpu(weight_bytes, (config.num_kv_blocks or 0) * block_bytes)
@@ -174,5 +176,9 @@ def num_parameters(config: ModelConfig) -> int:
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     attention = config.hidden_size * heads + config.num_heads * config.head_dim * config.hidden_size
     mlp = 3 * config.hidden_size * config.intermediate_size
-    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    return config.num_layers * (attention + mlp) + embeddings
+    return config.num_layers * (attention + mlp) + num_table_parameters(config)
+
+
+def num_table_parameters(config: ModelConfig) -> int:
+    """Of these the embeddings' and the output layer's, which may be the same."""
+    return config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)

@@ -11,6 +11,16 @@ entries they need; what stands in other slots, blocks or table entries is never 
 tile of the first key that any row sees; those that a row doesn't see are masked in it.
 """
 
+from kernels.cpu.attention_fetch import (
+    FETCHED,
+    LINE_BYTES,
+    NUM_PARTS,
+    NUM_SLOTS,
+    SLOT_BYTES,
+    SLOTS,
+    fetch_until,
+    find_slots,
+)
 from kernels.cpu.helper import helper
 from kernels.cpu.parallel import ARGUMENTS, NEXT_THREAD
 from kernels.cpu.tile import call_product
@@ -32,7 +42,6 @@ from kernels.cpu.vector import (
     load_i64,
     maximum,
     mul,
-    prefetch,
     reduce_add,
     reduce_max,
     splat,
@@ -45,20 +54,26 @@ from kernels.cpu.vector import (
 MAX_ROWS = 96
 KEY_TILE = 32
 KEY_SPLIT = 512
+# Of a KV head's work on a tile, beside a part of each transposition: in how many parts the next tile is fetched.
+PARTS_BEFORE_SCORES, PARTS_BEFORE_WEIGHTS, PARTS_OF_ROW, ROWS_WITH_PARTS, PARTS_OF_VALUES = 2, 2, 2, 3, 2
+PARTS = PARTS_BEFORE_SCORES + PARTS_BEFORE_WEIGHTS + PARTS_OF_ROW * ROWS_WITH_PARTS + PARTS_OF_VALUES
 MINUS_INFINITY = float("-inf")
 # Words of the task block.
 (
     QUERY, QUERY_TOKEN, OUT, OUT_TOKEN, CACHE, BLOCK_STRIDE, VALUE_OFFSET, SLOT_STRIDE, BLOCK_SIZE, TABLES, TABLE_ROW,
     STARTS, LENGTHS, NUM_SEQS, NUM_KV_HEADS, GROUP, HEAD_DIM, SCALE, SCRATCH, SCRATCH_STRIDE,
-    PRODUCT, MAX_KEYS, WINDOW,
-) = range(ARGUMENTS, ARGUMENTS + 8 * 23, 8)  # fmt: skip
+    PRODUCT, MAX_KEYS, WINDOW, HEADS_AT_ONCE,
+) = range(ARGUMENTS, ARGUMENTS + 8 * 24, 8)  # fmt: skip
 
 
 def scratch_bytes(head_dim: int, max_rows: int) -> int:
-    """Working memory of one thread: Q, O of a split and in all, S, the key panels, m and l twice, addresses, zeros."""
+    """Working memory of one thread: Q, O of a split and in all, S, the key panels, m and l twice, zeros, addresses.
+
+    Whole cache lines, so that all but the last of it begins at one.
+    """
     num_zeros = max(head_dim, 4 * LANES)
     floats = 3 * max_rows * head_dim + max_rows * KEY_TILE + KEY_TILE * head_dim + 4 * max_rows + num_zeros
-    return 4 * floats + 8 * KEY_TILE + 128
+    return (4 * floats + 3 * 8 * KEY_TILE + SLOTS + 2 * LINE_BYTES) // LINE_BYTES * LINE_BYTES
 
 
 @helper
@@ -75,56 +90,44 @@ def _load_query(task: int, first_row: int, num_tokens: int, kv_head: int, target
 
 
 @helper
+def _find_next(task: int, table: int, base: int, first_key: int, num_keys: int, num_heads: int, fetch: int) -> None:
+    """What is to be fetched while the tile before `first_key` is computed: the next one's keys and values, if any."""
+    block_size, block_stride = load_i64(task + BLOCK_SIZE), load_i64(task + BLOCK_STRIDE)
+    slot_stride, head_dim = load_i64(task + SLOT_STRIDE), load_i64(task + HEAD_DIM)
+    count = max(0, min(KEY_TILE, num_keys - first_key))
+    for start in range(2):
+        lane_base = base + start * load_i64(task + VALUE_OFFSET)
+        addresses = fetch + SLOTS + start * count * 8
+        find_slots(table, lane_base, block_size, block_stride, slot_stride, first_key, count, addresses)
+    store_i64(fetch + FETCHED, 0)
+    store_i64(fetch + NUM_SLOTS, 2 * count)
+    store_i64(fetch + NUM_PARTS, num_heads * (KEY_TILE // LANES * (head_dim // LANES) + PARTS))
+    store_i64(fetch + SLOT_BYTES, num_heads * head_dim * 4)
+
+
+@helper
 def _load_keys(
-    task: int, table: int, layer_base: int, first_key: int, count: int, addresses: int, zeros: int, panels: int
+    task: int, table: int, base: int, first_key: int, count: int, addresses: int, zeros: int, panels: int, fetch: int,
+    part: int,
 ) -> None:  # fmt: skip
     """Keys first_key .. first_key + count - 1 as panels, zeros in the lanes up to the next multiple of 16."""
     block_size, block_stride = load_i64(task + BLOCK_SIZE), load_i64(task + BLOCK_STRIDE)
     slot_stride, head_dim = load_i64(task + SLOT_STRIDE), load_i64(task + HEAD_DIM)
-    block_index, offset = first_key // block_size, first_key % block_size
-    lane = 0
-    while lane < count:
-        address = layer_base + load_i32(table + block_index * 4) * block_stride + offset * slot_stride
-        run_end = min(count, lane + block_size - offset)
-        while lane < run_end:
-            store_i64(addresses + lane * 8, address)
-            address += slot_stride
-            lane += 1
-        block_index, offset = block_index + 1, 0
+    find_slots(table, base, block_size, block_stride, slot_stride, first_key, count, addresses)
     num_panels = (count + LANES - 1) // LANES
-    while lane < num_panels * LANES:
+    for lane in range(count, num_panels * LANES):
         store_i64(addresses + lane * 8, zeros)
-        lane += 1
     for panel in range(num_panels):
         for element in range(0, head_dim, LANES):
             transpose_panel(addresses + panel * 128, element * 4, panels + (panel * head_dim + element) * VECTOR_BYTES)
-
-
-@helper
-def _prefetch_tile(task: int, table: int, layer_base: int, first_key: int, count: int) -> None:
-    """Ask for the keys of a tile (or, with their offset in layer_base, its values) before they are needed.
-
-    The hardware does not foresee them: a head's pieces are a few cache lines each, with other heads' between them.
-    """
-    block_size, block_stride = load_i64(task + BLOCK_SIZE), load_i64(task + BLOCK_STRIDE)
-    slot_stride, line_bytes = load_i64(task + SLOT_STRIDE), load_i64(task + HEAD_DIM) * 4
-    block_index, offset = first_key // block_size, first_key % block_size
-    lane = 0
-    while lane < count:
-        address = layer_base + load_i32(table + block_index * 4) * block_stride + offset * slot_stride
-        run_end = min(count, lane + block_size - offset)
-        while lane < run_end:
-            for line in range(address, address + line_bytes, 64):
-                prefetch(line)
-            address += slot_stride
-            lane += 1
-        block_index, offset = block_index + 1, 0
+            part += 1
+            fetch_until(fetch, part)
 
 
 @helper
 def _softmax_tile(
     scores: int, num_rows: int, group: int, first_valid: int, window: int, count: int, stats: int, out: int,
-    head_dim: int,
+    head_dim: int, fetch: int, part: int,
 ) -> None:  # fmt: skip
     """Turn rows of scores into weights under the new maximum; rescale sums and outputs to it.
 
@@ -133,6 +136,8 @@ def _softmax_tile(
     """
     num_panels = (count + LANES - 1) // LANES
     for row in range(num_rows):
+        if row < ROWS_WITH_PARTS:
+            fetch_until(fetch, part + (row + 1) * PARTS_OF_ROW)
         line, stat = scores + row * KEY_TILE * 4, stats + row * 8
         valid = min(first_valid + row // group, count)
         hidden = max(0, first_valid + row // group - window)
@@ -164,7 +169,8 @@ def _softmax_tile(
 
 @helper
 def _add_values(
-    task: int, table: int, layer_base: int, first_key: int, count: int, weights: int, num_rows: int, out: int
+    task: int, table: int, layer_base: int, first_key: int, count: int, weights: int, num_rows: int, out: int,
+    fetch: int, part: int,
 ) -> None:  # fmt: skip
     """out[num_rows, head_dim] += weights[num_rows, count] · V, block by block."""
     block_size, block_stride = load_i64(task + BLOCK_SIZE), load_i64(task + BLOCK_STRIDE)
@@ -182,6 +188,7 @@ def _add_values(
             out, head_dim * 4, VECTOR_BYTES, out, head_dim * 4, run,
         )  # fmt: skip
         done += run
+        fetch_until(fetch, part)
 
 
 @helper
@@ -211,32 +218,44 @@ def _merge(stats: int, out: int, split_stats: int, split_out: int, num_rows: int
 
 @helper
 def _attend_split(
-    task: int, table: int, layer_base: int, query: int, num_rows: int, first_position: int, first_key: int,
-    last_key: int, stats: int, out: int, work: int,
+    task: int, table: int, base: int, num_heads: int, query: int, num_rows: int, first_position: int, first_key: int,
+    last_key: int, num_keys: int, stats: int, out: int, work: int,
 ) -> None:  # fmt: skip
-    """Keys first_key .. last_key - 1 for the tile's rows: stats and out are overwritten with this split's."""
+    """Keys first_key .. last_key - 1 for the tile's rows, `num_rows` of each head, one head after the other.
+
+    stats and out are overwritten with this split's. Of the next tile, up to num_keys, all heads' keys are fetched
+    together: they lie side by side.
+    """
     head_dim, group = load_i64(task + HEAD_DIM), load_i64(task + GROUP)
-    product = load_i64(task + PRODUCT)
-    scores = work
-    panels = scores + num_rows * KEY_TILE * 4
-    addresses = panels + KEY_TILE * head_dim * 4
-    zeros = addresses + KEY_TILE * 8
+    product, window = load_i64(task + PRODUCT), load_i64(task + WINDOW)
+    panels = work + num_rows * KEY_TILE * 4
+    zeros = panels + KEY_TILE * head_dim * 4
+    addresses = zeros + max(head_dim * 4, 4 * VECTOR_BYTES)
+    fetch = addresses + KEY_TILE * 8
     for offset in range(0, max(head_dim * 4, 4 * VECTOR_BYTES), VECTOR_BYTES):
         store(zeros + offset, splat(0.0))
-    _clear(stats, out, num_rows, head_dim)
+    _clear(stats, out, num_heads * num_rows, head_dim)
     for key in range(first_key, last_key, KEY_TILE):
         count = min(KEY_TILE, last_key - key)
-        _prefetch_tile(task, table, layer_base + load_i64(task + VALUE_OFFSET), key, count)
-        _load_keys(task, table, layer_base, key, count, addresses, zeros, panels)
-        call_product(
-            product, query, head_dim * 4, num_rows, panels, VECTOR_BYTES, head_dim * VECTOR_BYTES,
-            (count + LANES - 1) // LANES, zeros, 0, 0, scores, KEY_TILE * 4, head_dim,
-        )  # fmt: skip
-        _softmax_tile(
-            scores, num_rows, group, first_position + 1 - key, load_i64(task + WINDOW), count, stats, out, head_dim
-        )  # fmt: skip
-        _prefetch_tile(task, table, layer_base, key + KEY_TILE, min(KEY_TILE, last_key - key - KEY_TILE))
-        _add_values(task, table, layer_base, key, count, scores, num_rows, out)
+        _find_next(task, table, base, key + KEY_TILE, num_keys, num_heads, fetch)
+        part = 0
+        for head in range(num_heads):
+            head_base, rows = base + head * head_dim * 4, head * num_rows * head_dim * 4
+            _load_keys(task, table, head_base, key, count, addresses, zeros, panels, fetch, part)
+            part += KEY_TILE // LANES * (head_dim // LANES) + PARTS_BEFORE_SCORES
+            fetch_until(fetch, part)
+            call_product(
+                product, query + rows, head_dim * 4, num_rows, panels, VECTOR_BYTES, head_dim * VECTOR_BYTES,
+                (count + LANES - 1) // LANES, zeros, 0, 0, work, KEY_TILE * 4, head_dim,
+            )  # fmt: skip
+            part += PARTS_BEFORE_WEIGHTS
+            fetch_until(fetch, part)
+            _softmax_tile(
+                work, num_rows, group, first_position + 1 - key, window, count, stats + head * num_rows * 8,
+                out + rows, head_dim, fetch, part,
+            )  # fmt: skip
+            part += PARTS_OF_ROW * ROWS_WITH_PARTS + PARTS_OF_VALUES
+            _add_values(task, table, head_base, key, count, work, num_rows, out + rows, fetch, part)
 
 
 @helper
@@ -253,15 +272,16 @@ def _store_rows(task: int, first_row: int, num_tokens: int, kv_head: int, stats:
 
 @helper
 def _attend_tile(
-    task: int, seq: int, query_end: int, first_row: int, num_tokens: int, kv_head: int, memory: int
-) -> None:
-    """One query tile of one sequence for one KV head."""
+    task: int, seq: int, query_end: int, first_row: int, num_tokens: int, kv_head: int, num_heads: int, memory: int
+) -> None:  # fmt: skip
+    """One query tile of one sequence for `num_heads` KV heads from kv_head on."""
     group, head_dim = load_i64(task + GROUP), load_i64(task + HEAD_DIM)
     num_rows = num_tokens * group
-    out_bytes, stat_bytes = num_rows * head_dim * 4, num_rows * 8
+    all_rows, head_bytes = num_heads * num_rows, num_rows * head_dim * 4
+    out_bytes, stat_bytes = num_heads * head_bytes, all_rows * 8
     query, out, split_out = memory, memory + out_bytes, memory + 2 * out_bytes
     stats = memory + 3 * out_bytes
-    split_stats, work = stats + stat_bytes, stats + 2 * stat_bytes
+    split_stats, work = stats + stat_bytes, stats + (2 * stat_bytes + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
     table = load_i64(task + TABLES) + seq * load_i64(task + TABLE_ROW)
     base = load_i64(task + CACHE) + kv_head * head_dim * 4
     # A length that lies must not lead beyond the table. The last query row has the position of the last key.
@@ -270,32 +290,41 @@ def _attend_tile(
     num_keys = first_position + num_tokens
     first_key = max(0, first_position + 1 - load_i64(task + WINDOW)) // KEY_TILE * KEY_TILE
     first_end = (first_key // KEY_SPLIT + 1) * KEY_SPLIT
-    _load_query(task, first_row, num_tokens, kv_head, query)
+    for head in range(num_heads):
+        _load_query(task, first_row, num_tokens, kv_head + head, query + head * head_bytes)
     _attend_split(
-        task, table, base, query, num_rows, first_position, first_key, min(first_end, num_keys), stats, out, work
+        task, table, base, num_heads, query, num_rows, first_position, first_key, min(first_end, num_keys), num_keys,
+        stats, out, work,
     )  # fmt: skip
     for split in range(first_end, num_keys, KEY_SPLIT):
         _attend_split(
-            task, table, base, query, num_rows, first_position, split, min(split + KEY_SPLIT, num_keys),
-            split_stats, split_out, work,
+            task, table, base, num_heads, query, num_rows, first_position, split, min(split + KEY_SPLIT, num_keys),
+            num_keys, split_stats, split_out, work,
         )  # fmt: skip
-        _merge(stats, out, split_stats, split_out, num_rows, head_dim)
-    _store_rows(task, first_row, num_tokens, kv_head, stats, out)
+        _merge(stats, out, split_stats, split_out, all_rows, head_dim)
+    for head in range(num_heads):
+        _store_rows(task, first_row, num_tokens, kv_head + head, stats + head * num_rows * 8, out + head * head_bytes)
 
 
 def attention(task: int) -> None:
-    """Work item: one query tile of one sequence and KV head. Items ascend, so each thread walks the batch once."""
+    """Work item: one query tile of one sequence and KV head, or of a decode and HEADS_AT_ONCE heads.
+
+    Items ascend, so each thread walks the batch once.
+    """
     num_kv_heads, starts = load_i64(task + NUM_KV_HEADS), load_i64(task + STARTS)
     tokens_per_tile = max(1, MAX_ROWS // load_i64(task + GROUP))
     memory = load_i64(task + SCRATCH) + fetch_add(task + NEXT_THREAD, 1) * load_i64(task + SCRATCH_STRIDE)
     item, first_item = fetch_add(task, 1), 0
     for seq in range(load_i64(task + NUM_SEQS)):
         query_start, query_end = load_i32(starts + seq * 4), load_i32(starts + seq * 4 + 4)
-        num_items = (query_end - query_start + tokens_per_tile - 1) // tokens_per_tile * num_kv_heads
+        num_heads = load_i64(task + HEADS_AT_ONCE) if query_end - query_start == 1 else 1
+        items_per_tile = (num_kv_heads + num_heads - 1) // num_heads
+        num_items = (query_end - query_start + tokens_per_tile - 1) // tokens_per_tile * items_per_tile
         while item < first_item + num_items:
-            tile, kv_head = (item - first_item) // num_kv_heads, (item - first_item) % num_kv_heads
+            tile, kv_head = (item - first_item) // items_per_tile, (item - first_item) % items_per_tile * num_heads
             first_row = query_start + tile * tokens_per_tile
             num_tokens = min(tokens_per_tile, query_end - first_row)
-            _attend_tile(task, seq, query_end, first_row, num_tokens, kv_head, memory)
+            heads_here = min(num_heads, num_kv_heads - kv_head)
+            _attend_tile(task, seq, query_end, first_row, num_tokens, kv_head, heads_here, memory)
             item = fetch_add(task, 1)
         first_item += num_items

@@ -30,6 +30,7 @@ BODIES: Final = {
     "quantize_rows": ("quantized_linear", 1),
     "quantized_linear": ("quantized_linear", 1),
     "gather_quantized_rows": ("quantized_linear", 1),
+    "int4_linear": ("int4_linear", 1),
     "attention": ("attention", 1),
     "rope_and_write": ("elementwise", 1),
     "rms_norm": ("elementwise", 1),

@@ -1,5 +1,6 @@
 """How the functions that bodies call are compiled."""
 
+from collections.abc import Callable
 from typing import Any
 
 from numba import njit
@@ -11,3 +12,17 @@ def helper(function: Any) -> Any:
     (numba's default raises ZeroDivisionError, which costs a branch and an error path at each division.)
     """
     return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy")(function)
+
+
+def helper_for(kind: str) -> Callable[[Any], Any]:
+    """As `helper`, for a function that is made several times, for weights of different kinds.
+
+    The kind becomes part of its name. Bodies may have been compiled by different processes, whose numbering is all that
+    tells functions of one name apart: loaded into one process, the second body would call the first one's function.
+    """
+
+    def named(function: Any) -> Any:
+        function.__qualname__ += f"_{kind}"
+        return helper(function)
+
+    return named

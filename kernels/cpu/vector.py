@@ -101,7 +101,8 @@ def _store(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
     builder.store(value, pointer(builder, address, value.type), align=4)
 
 
-def _prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+def prefetch_value(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Ask for the cache line of an address, which need not be one that may be read."""
     byte_pointer = pointer(builder, address, ir.IntType(8))
     read, locality, data = (ir.Constant(I32, n) for n in (0, 2, 1))
     call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), byte_pointer, read, locality, data)
@@ -215,6 +216,6 @@ bits_f64: Final = _operation(types.float64, (_int,), lambda b, x: b.bitcast(x, F
 store_f64: Final = _operation(_void, (_int, types.float64), _store)
 store_f32: Final = _operation(_void, (_int, _f32), _store)
 store_i64: Final = _operation(_void, (_int, _int), _store)
-prefetch: Final = _operation(_void, (_int,), _prefetch)
+prefetch: Final = _operation(_void, (_int,), prefetch_value)
 # Add to a counter that threads share; gives what stood there before.
 fetch_add: Final = _operation(_int, (_int, _int), lambda b, a, n: b.atomic_rmw("add", pointer(b, a, I64), n, "seq_cst"))

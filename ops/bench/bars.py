@@ -9,6 +9,7 @@ from ops.bench.peers.catalog import BY_NAME
 RATIO_BARS: Final[dict[str, dict[str, dict[int, float]]]] = {
     "none": {"transformers": {1: 2.0, 8: 2.5, 32: 6.0}, "vllm": {1: 1.25, 8: 1.25, 32: 1.25}},
     "int8": {"vllm": {1: 2.0, 8: 2.0, 32: 2.0}, "llamacpp": {1: 0.85, 8: 2.0}},
+    "int4": {},
 }
 KV_USE_BAR: Final = 0.94
 HOST_SHARE_BAR: Final = 0.10

@@ -1,36 +1,30 @@
 """`pagemill bench block-sizes`: the same requests with blocks of 8, 16, 32 and 64 tokens."""
 
-import json
 import statistics
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import click
 
-from ops.bench.machine import machine_facts
-from ops.bench.measure import num_blocks_for, say
-from ops.bench.ours import Ours
-from ops.bench.parts import (
+from ops.bench.flags import (
     COUNT,
     NumberList,
     alternations_option,
-    by_turns,
-    cache_dir_option,
-    cache_folder,
-    checkpoint_path,
-    model_option,
-    num_threads_option,
+    engine_options,
+    json_option,
     seed_option,
     svg_option,
 )
-from ops.bench.pictures import check_installed, draw_report
+from ops.bench.machine import machine_facts
+from ops.bench.measure import num_blocks_for, say
+from ops.bench.ours import Ours
+from ops.bench.parts import by_turns, engine_config
 from ops.bench.presets import FULL
+from ops.bench.result import publish
 from ops.bench.runs import OursRun, percentile, spread
 from ops.bench.workload import BenchRequest, draw_lengths, make_requests, warm_up_lengths
 from ops.tables import print_table
-from worker.engine_config import EngineConfig
 
 COLUMNS: Final = (
     *("block", "KV use", "requests/s", "by that of 16: fastest runs", "by processor time: median", "range"),
@@ -48,24 +42,21 @@ class SizeRun:
 
 
 @click.command()
-@model_option
 @click.option("--sizes", type=NumberList(), default="8,16,32,64", help="Tokens in a block; 16 is compared with.")
 @click.option("--batch", type=COUNT, default=8, help="Sequences in flight at once.")
 @click.option("--num-requests", type=COUNT, default=16, help="Requests of a run.")
 @alternations_option
 @seed_option
-@num_threads_option
-@cache_dir_option
+@engine_options
+@json_option
 @svg_option
-def command(sizes: tuple[int, ...], batch: int, svg: str | None, **values: Any) -> None:
+def command(sizes: tuple[int, ...], batch: int, json_file: str | None, svg: str | None, **values: Any) -> None:
     """Measure KV use and request rate at several block sizes, by turns, on the bench's workload.
 
     All have room for all sequences in flight, so that nobody is preempted. The request rate is divided by that with
     blocks of 16: in the fastest run of each, since what else runs only makes one slower, and a second of processor time
     in each alternation. A table goes to stdout, and one JSON object as its last line.
     """
-    if svg is not None:
-        check_installed()
     started = time.monotonic()
     lengths = draw_lengths(FULL.shape, values["num_requests"], values["seed"])
     machine = machine_facts()
@@ -95,20 +86,12 @@ def command(sizes: tuple[int, ...], batch: int, svg: str | None, **values: Any) 
         "sizes": found,
         "took_s": time.monotonic() - started,
     }
-    if svg is not None:
-        draw_report(report, Path(svg))
-    print(json.dumps(report))
+    publish(report, json_file, svg)
 
 
 def _sides(sizes: tuple[int, ...], values: dict[str, Any]) -> dict[int, Ours]:
-    cache_dir = cache_folder(values["cache_dir"])
-    path = checkpoint_path(values["model"], cache_dir)
-    return {
-        size: Ours(
-            EngineConfig(str(path), str(cache_dir), block_size=size, num_threads=values["num_threads"]), "inprocess"
-        )
-        for size in sizes
-    }
+    common = engine_config(values)
+    return {size: Ours(replace(common, block_size=size), "inprocess") for size in sizes}
 
 
 def summary_of(size: int, runs: dict[int, list[SizeRun]], num_requests: int) -> dict[str, Any]:

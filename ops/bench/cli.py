@@ -1,32 +1,28 @@
 """`pagemill bench`: the engine and its peers on one seeded workload, in one run, alternating."""
 
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import click
+from click.core import ParameterSource
 
 from ops.bench.compare import run_bench
-from ops.bench.options import ITEMSIZES, LLAMACPP_WEIGHTS, options_from
-from ops.bench.parts import (
+from ops.bench.flags import (
     COUNT,
-    NameList,
     NumberList,
-    cache_dir_option,
+    block_size_option,
     engine_mode_option,
+    engine_options,
     json_option,
-    load_format_option,
-    model_option,
-    seed_option,
+    peer_options,
     svg_option,
+    workload_options,
 )
-from ops.bench.peers.catalog import ALL, BY_NAME, NONE
-from ops.bench.peers.gguf_files import TYPES
-from ops.bench.pictures import check_installed, draw_report
-from ops.bench.presets import DEFAULT, PRESETS
+from ops.bench.options import options_from
+from ops.bench.presets import DEFAULT
 from ops.bench.report import print_report
+from ops.bench.result import publish
 from ops.lazy_group import LazyGroup
 
 # Measurements with options of their own; each is a module ops.bench.NAME.
@@ -42,9 +38,6 @@ PARTS: Final = {
     "plot": "Draw the JSON results of measurements as SVG pictures.",
 }
 
-_MEAN = click.FloatRange(min=1)
-_SIGMA = click.FloatRange(min=0, max=3)
-
 
 @click.group(
     cls=LazyGroup,
@@ -53,49 +46,16 @@ _SIGMA = click.FloatRange(min=0, max=3)
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
 )
-@model_option
-@load_format_option
 @click.option("--quick", is_flag=True, help="A small run, to see that everything works: its figures mean little.")
-@click.option("--workload", type=click.Choice(list(PRESETS)), default=DEFAULT, help="Which requests; see below.")
 @click.option("--batches", type=NumberList(), help="Sequences in flight at once, one run each.  [default: 1,8,32]")
 @click.option("--alternations", type=COUNT, help="Runs of each side at each batch.  [default: 3, quick: 1]")
-@seed_option
 @click.option("--num-requests", type=COUNT, help="Requests at every batch.  [default: twice the batch, at least 8]")
-@click.option("--prompt-mean", type=_MEAN, help="Mean prompt length in tokens.  [default: the workload's]")
-@click.option("--prompt-sigma", type=_SIGMA, help="Deviation of its logarithm.  [default: the workload's]")
-@click.option("--output-mean", type=_MEAN, help="Mean reply length in tokens.  [default: the workload's]")
-@click.option("--output-sigma", type=_SIGMA, help="Deviation of its logarithm.  [default: the workload's]")
-@click.option("--trace", type=click.Path(dir_okay=False), help="The recorded trace of --workload azure.")
-@click.option(
-    "--scale-lengths", type=click.FloatRange(min=0, min_open=True), default=0.1, help="Its lengths, times this."
-)
-@click.option(
-    "--peers",
-    type=NameList(),
-    default="transformers",
-    help=f"Whom to compare with, commas between: {', '.join(BY_NAME)}; {ALL} that are installed, or {NONE}.",
-)
-@click.option(
-    "--peer-python",
-    multiple=True,
-    metavar="NAME=PATH",
-    help="The Python in which a peer is installed, where it isn't this one; may be repeated.",
-)
-@click.option(
-    "--llamacpp-weights",
-    type=click.Choice(TYPES),
-    help="Type of llama.cpp's weights, made of the model's.  [default: F32, beside int8: Q8_0]",
-)
-@click.option("--dtype", type=click.Choice(["auto", *ITEMSIZES]), default="auto", help="Of weights and KV cache.")
-@click.option(
-    "--quantization", type=click.Choice(list(LLAMACPP_WEIGHTS)), default="none", help="Of our engine's weights alone."
-)
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where all sides run.")
-@click.option("--block-size", type=click.Choice([8, 16, 32, 64]), default=16, help="Tokens in a block of the KV cache.")
-@click.option("--num-threads", type=COUNT, help="CPU threads of each side.  [default: as each side chooses]")
+@workload_options(DEFAULT)
+@peer_options("transformers")
+@engine_options
+@block_size_option
 @engine_mode_option
 @click.option("--steps/--no-steps", default=True, help="Measure single steps as well: see `pagemill bench steps`.")
-@cache_dir_option
 @json_option
 @svg_option
 @click.pass_context
@@ -113,18 +73,26 @@ def command(ctx: click.Context, /, json_file: str | None, svg: str | None, **val
     `pagemill bench COMMAND --help` explains a measurement with options of its own.
     """
     if ctx.invoked_subcommand is not None:
+        _refuse_options_before(ctx, ctx.invoked_subcommand)
         return 0
-    if svg is not None:
-        check_installed()
     report = run_bench(options_from(values))
     print_report(report)
-    line = json.dumps(report)
-    if json_file is not None:
-        Path(json_file).write_text(line + "\n")
-    if svg is not None:
-        draw_report(report, Path(svg))
-    print(line)
+    publish(report, json_file, svg)
     return 0 if report["is_token_check_passed"] else 1
+
+
+def _refuse_options_before(ctx: click.Context, name: str) -> None:
+    """Raises UsageError: options of the comparison would change nothing of the measurement that is called `name`."""
+    given = [
+        param.opts[0]
+        for param in ctx.command.params
+        if param.name is not None and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
+    ]
+    if given:
+        raise click.UsageError(
+            f"{', '.join(given)} would be ignored: options of `{name}` stand behind it, as in `pagemill bench {name} "
+            f"{given[0]} ...`."
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

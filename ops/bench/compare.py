@@ -11,7 +11,7 @@ from ops.bench.bars import judge_bars
 from ops.bench.errors import BenchError
 from ops.bench.machine import machine_facts, warnings_of
 from ops.bench.measure import Measurement, num_blocks_for, say
-from ops.bench.options import BenchOptions, itemsize_of
+from ops.bench.options import BenchOptions, itemsizes_of
 from ops.bench.parts import checkpoint_path
 from ops.bench.report import check_lines, facts_lines
 from ops.bench.standing import find_wanted_peers, measure_limits, measure_steps, start_ours, start_peer
@@ -51,7 +51,7 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
             checks_tokens=options.quantization == "none",
         )
         results = [measurement.run_batch(batch, lengths[batch]) for batch in options.batches]
-    costs = Costs(config, itemsize_of(options.quantization, engine["dtype"]), engine["dtype"], limits)
+    costs = Costs(config, itemsizes_of(options.quantization, engine["dtype"]), engine["dtype"], limits)
     batches = summarize(results, costs)
     report = {
         "bench": "pagemill",

@@ -3,7 +3,6 @@
 Workers are real but for the arithmetic (see `scripted_engine`), and so is the server, embedded and the bench's own.
 """
 
-import json
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -24,9 +23,11 @@ from ops.bench.delivery_cases import (
     measure_streaming,
     measure_takeover,
 )
+from ops.bench.flags import COUNT, cache_dir_option, json_option
 from ops.bench.machine import machine_facts, warnings_of
 from ops.bench.measure import say
-from ops.bench.parts import CACHE_VARIABLE, cache_folder, checkpoint_path, json_option
+from ops.bench.parts import cache_folder, checkpoint_path
+from ops.bench.result import publish
 from ops.bench.runs import percentile
 from ops.tables import print_table
 from worker.embedded import EmbeddedServer
@@ -79,17 +80,14 @@ class Row:
         return self.measured >= self.bar if self.is_least else self.measured <= self.bar
 
 
-_COUNT = click.IntRange(min=1)
-
-
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option("--model", default="smollm2", help="Checkpoint whose tokenizer makes the texts.")
 @click.option("--quick", is_flag=True, help="A small run, to see that everything works: its figures mean little.")
-@click.option("--jobs", type=_COUNT, help="Jobs after which the server's memory is compared.  [default: 10000]")
-@click.option("--in-flight", type=_COUNT, help="Jobs of the worker that is killed.  [default: 50]")
+@click.option("--jobs", type=COUNT, help="Jobs after which the server's memory is compared.  [default: 10000]")
+@click.option("--in-flight", type=COUNT, help="Jobs of the worker that is killed.  [default: 50]")
 @click.option("--lease-ms", type=click.IntRange(min=300), help="Lease of that worker.  [default: 5000]")
 @click.option("--with-model", is_flag=True, help="Kill a worker that computes, too: two engines at once, for minutes.")
-@click.option("--cache-dir", envvar=CACHE_VARIABLE, help="Folder of the demo model.")
+@cache_dir_option
 @json_option
 def command(
     model: str,
@@ -117,10 +115,7 @@ def command(
     )
     report = run_bench(checkpoint_path(model, cache_folder(cache_dir)), sizes, has_model=with_model)
     print_table("Delivery", COLUMNS, [_shown(Row(**row)) for row in report["rows"]])
-    line = json.dumps(report)
-    if json_file is not None:
-        Path(json_file).write_text(line + "\n")
-    print(line)
+    publish(report, json_file)
 
 
 def run_bench(model: Path, sizes: Sizes, *, has_model: bool = False) -> dict[str, Any]:

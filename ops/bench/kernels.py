@@ -18,14 +18,16 @@ import torch
 import kernels
 from kernels.activation import silu_and_mul
 from kernels.dispatch import implementation
+from kernels.int4_weights import INT4
 from kernels.kv_cache_write import rope_and_write
 from kernels.linear import PackedLinear
 from kernels.memory import empty_in_huge_pages
 from kernels.paged_attention import AttentionMetadata, paged_attention
 from kernels.penalties import Penalties, apply_penalties
-from kernels.quantized_linear import BYTES_PER_WEIGHT, QuantizedLinear
+from kernels.quantized_linear import QuantizedLinear
 from kernels.rms_norm import add_rms_norm
 from kernels.sampling import sample
+from kernels.weight_formats import INT8
 from ops.bench.limits import Limits
 
 NUM_LAYERS, HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, FEED_FORWARD, VOCAB = 30, 576, 9, 3, 64, 1536, 49152
@@ -61,7 +63,11 @@ class Row:
 def linear_cases() -> list[Case]:
     """The output layer, whose weight is larger than any cache, by number of rows."""
     weight = torch.randn(VOCAB, HIDDEN)
-    layers = (("linear", PackedLinear(weight), 4.0), ("int8 linear", QuantizedLinear(weight), BYTES_PER_WEIGHT))
+    layers = (
+        ("linear", PackedLinear(weight), 4.0),
+        ("int8 linear", QuantizedLinear(weight), INT8.bytes_per_weight),
+        ("int4 linear", QuantizedLinear(weight, form=INT4), INT4.bytes_per_weight),
+    )
     return [
         Case(
             f"{name} 49152×576, {num_rows} rows",

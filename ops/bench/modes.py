@@ -1,29 +1,20 @@
 """`pagemill bench modes TRACE`: preemption modes by turns on the real engine, with a pool that is too small."""
 
 import gc
-import json
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
 from ops.bench.errors import BenchError
+from ops.bench.flags import ABOVE_0, COUNT, alternations_option, block_size_option, engine_options, json_option
 from ops.bench.machine import machine_facts
 from ops.bench.measure import num_blocks_for, say
-from ops.bench.parts import (
-    COUNT,
-    alternations_option,
-    by_turns,
-    cache_dir_option,
-    cache_folder,
-    checkpoint_path,
-    model_option,
-    num_threads_option,
-    start_engine,
-)
+from ops.bench.parts import by_turns, engine_config, start_engine
+from ops.bench.result import publish
 from ops.bench.runs import spread
 from ops.bench.trace_run import TraceRun, TraceRunner
 from ops.bench.workload import Lengths, make_requests
@@ -37,9 +28,6 @@ COLUMNS: Final = (
     *("mean reply s", "between tokens p99 ms"),
 )
 RATIO_COLUMNS: Final = ("auto by the better of the other two", "median", "range")
-BLOCK_SIZE: Final = 16
-
-_ABOVE_0 = click.FloatRange(min=0, min_open=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +44,17 @@ class ModeRuns:
 
 @click.command()
 @click.argument("trace", type=click.Path(path_type=Path))
-@model_option
 @click.option("--requests", "num_requests", type=COUNT, default=24, help="The trace's first so many requests.")
-@click.option("--speed-up", type=_ABOVE_0, default=20.0, help="Requests arrive so many times as fast.")
-@click.option("--scale-lengths", type=_ABOVE_0, default=0.01, help="Prompts and replies are so many times as long.")
-@click.option("--scale-replies", type=_ABOVE_0, default=60.0, help="Replies alone are so many times as long as that.")
+@click.option("--speed-up", type=ABOVE_0, default=20.0, help="Requests arrive so many times as fast.")
+@click.option("--scale-lengths", type=ABOVE_0, default=0.01, help="Prompts and replies are so many times as long.")
+@click.option("--scale-replies", type=ABOVE_0, default=60.0, help="Replies alone are so many times as long as that.")
 @click.option("--max-num-seqs", type=COUNT, default=16, help="Most sequences that run at a time.")
-@click.option("--pool-share", type=_ABOVE_0, default=0.35, help="KV pool, of what the largest of them need at once.")
+@click.option("--pool-share", type=ABOVE_0, default=0.35, help="KV pool, of what the largest of them need at once.")
 @alternations_option
-@num_threads_option
-@cache_dir_option
-def command(trace: Path, **values: Any) -> None:
+@engine_options
+@block_size_option
+@json_option
+def command(trace: Path, json_file: str | None, **values: Any) -> None:
     """Serve a scaled trace in the modes swap, recompute and auto by turns, and say how well auto chooses.
 
     Requests arrive at the trace's times, with random ids and replies of exactly the scaled length. Auto is compared
@@ -81,8 +69,8 @@ def command(trace: Path, **values: Any) -> None:
         replies=values["scale_replies"],
     )
     lengths = [Lengths(each.num_prompt_tokens, each.num_output_tokens) for each in chosen.requests]
-    need = num_blocks_for(lengths, values["max_num_seqs"], BLOCK_SIZE)
-    num_blocks = max(round(need * values["pool_share"]), num_blocks_for(lengths, 1, BLOCK_SIZE))
+    need = num_blocks_for(lengths, values["max_num_seqs"], values["block_size"])
+    num_blocks = max(round(need * values["pool_share"]), num_blocks_for(lengths, 1, values["block_size"]))
     machine = machine_facts()
     found, engine = _measure(chosen, lengths, num_blocks, need, values)
     by_cpu, by_fastest = spread(cpu_ratios(found)), fastest_ratio(found)
@@ -103,31 +91,18 @@ def command(trace: Path, **values: Any) -> None:
         "auto_by_best": {"tokens_per_cpu_s": asdict(by_cpu), "fastest_tokens_per_s": by_fastest},
         "took_s": time.monotonic() - started,
     }
-    print(json.dumps(report))
+    publish(report, json_file)
 
 
 def _measure(
     trace: Trace, lengths: list[Lengths], num_blocks: int, need: int, values: dict[str, Any]
 ) -> tuple[list[ModeRuns], dict[str, Any]]:
     """An engine for each mode, built alike, and their runs by turns; what auto's engine found out about itself."""
-    from worker.engine_config import EngineConfig
-
-    cache_dir = cache_folder(values["cache_dir"])
-    path = checkpoint_path(values["model"], cache_dir)
+    common = engine_config(values, num_kv_blocks=num_blocks, num_swap_blocks=need, max_num_seqs=values["max_num_seqs"])
     runners, facts = {}, {}
     for mode in MODES:
         say(f"starting the engine of {mode}")
-        config = EngineConfig(
-            model_path=str(path),
-            cache_dir=str(cache_dir),
-            block_size=BLOCK_SIZE,
-            num_kv_blocks=num_blocks,
-            num_swap_blocks=need,
-            max_num_seqs=values["max_num_seqs"],
-            preemption_mode=mode,
-            num_threads=values["num_threads"],
-        )
-        engine, info = start_engine(config)
+        engine, info = start_engine(replace(common, preemption_mode=mode))
         if max(each.num_slots for each in lengths) >= info.max_model_len:
             raise BenchError(f"a request is longer than the context of {info.max_model_len} tokens: scale lengths down")
         runners[mode] = TraceRunner(engine)

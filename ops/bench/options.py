@@ -10,11 +10,11 @@ from ops.bench.presets import PRESETS, QUICK, TraceSlice, lengths_of
 from ops.bench.workload import Lengths, WorkloadShape
 
 ITEMSIZES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
-# Bytes of a weight where the engine keeps weights in another type than it computes in: of int8 each group of 32 has a
-# scale and a minimum in float16.
-QUANTIZED_ITEMSIZES: Final = {"int8": 1.125}
+# Bytes of a weight, of layers and of the output layer, where the engine keeps them in another type than it computes in:
+# each group of 32 has a scale and a minimum in float16.
+QUANTIZED_ITEMSIZES: Final = {"int8": (1.125, 1.125), "int4": (0.625, 1.125)}
 # The type of llama.cpp's weights beside each of ours.
-LLAMACPP_WEIGHTS: Final = {"none": "F32", "int8": "Q8_0"}
+LLAMACPP_WEIGHTS: Final = {"none": "F32", "int8": "Q8_0", "int4": "Q4_1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ class BenchOptions:
         }
 
 
-def itemsize_of(quantization: str, dtype: str) -> float:
-    """Bytes of one weight of our engine, which computes in `dtype`."""
-    return QUANTIZED_ITEMSIZES.get(quantization, ITEMSIZES[dtype])
+def itemsizes_of(quantization: str, dtype: str) -> tuple[float, float]:
+    """Bytes of one weight of our engine, which computes in `dtype`: of its layers, and of its output layer."""
+    return QUANTIZED_ITEMSIZES.get(quantization, (ITEMSIZES[dtype], ITEMSIZES[dtype]))
 
 
 def options_from(values: Mapping[str, Any]) -> BenchOptions:

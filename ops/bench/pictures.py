@@ -1,7 +1,9 @@
 """Pictures of results, as SVG files, drawn by matplotlib (the extra `bench`) from the JSON that measurements print."""
 
 import importlib.util
-from collections.abc import Callable, Sequence
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,9 +18,16 @@ ALONE: Final = {kind.alone for kind in KINDS if kind.alone != kind.label}
 SIZE: Final = (6.4, 3.6)
 # How far an axis from zero goes above the largest value.
 HEADROOM: Final = 1.05
-# Without them the same result would give another file each time.
-STYLE: Final = {"svg.hashsalt": "pagemill", "svg.fonttype": "none", "font.family": "sans-serif"}
+# Without them the same result would give another file each time; and a name with a dollar is no formula.
+STYLE: Final = {
+    "svg.hashsalt": "pagemill",
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "text.parse_math": False,
+}
 METADATA: Final = {"Date": None, "Creator": None}
+# What a workload may be called: it is part of a file's name.
+NAME: Final = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +59,23 @@ def check_installed() -> None:
 
 
 def pictures_of(report: dict[str, Any]) -> list[Picture]:
-    """What a result has to show. Raises BenchError for one that has no pictures."""
-    kind = report.get("bench")
-    if kind not in MAKERS:
-        raise BenchError(f"there are no pictures of {kind!r}: use a JSON result of {', '.join(MAKERS)}")
-    return MAKERS[kind](report)
+    """What a result, of one of MAKERS, has to show. Raises BenchError where that is nothing."""
+    pictures = [each for each in MAKERS[report["bench"]](report) if any(series.x for series in each.series)]
+    if not pictures:
+        raise BenchError("there is nothing to draw: no figures")
+    return pictures
 
 
 def draw_report(report: dict[str, Any], folder: Path, prefix: str = "") -> list[Path]:
     """Write a result's pictures into `folder`, made if need be. Returns their files."""
+    return draw(pictures_of(report), folder, prefix)
+
+
+def draw(pictures: Sequence[Picture], folder: Path, prefix: str = "") -> list[Path]:
+    """Write these pictures into `folder`, made if need be. Returns their files."""
     check_installed()
     folder.mkdir(parents=True, exist_ok=True)
-    return [_draw(picture, folder / f"{prefix}{picture.name}.svg") for picture in pictures_of(report)]
+    return [_draw(picture, folder / f"{prefix}{picture.name}.svg") for picture in pictures]
 
 
 def _draw(picture: Picture, path: Path) -> Path:
@@ -94,6 +108,8 @@ def _comparison(report: dict[str, Any]) -> list[Picture]:
     batches, name = report["batches"], report["workload"]["name"]
     if report["options"]["quantization"] != "none":
         name = f"{name}-{report['options']['quantization']}"
+    if not NAME.fullmatch(name):
+        raise BenchError(f"{name!r} is no workload's name")
     rates = _by_batch(batches, lambda each: each["tokens_per_s"]["median"])
     gaps = _by_batch(batches, lambda each: each.get("token_gap_s", {}).get("p50"), scale=1000)
     return [
@@ -115,17 +131,17 @@ def _by_batch(
             is_alone_at_many = name in ALONE and batch["batch"] > 1  # another batch's runs, told for their ratio
             if value is not None and not is_alone_at_many:
                 points.setdefault(name, []).append((batch["batch"], scale * value))
-    return [_series(name, found) for name, found in points.items()]
+    return _all_series(points)
 
 
 def _block_sizes(report: dict[str, Any]) -> list[Picture]:
     """KV use and request rate by block size."""
-    sizes = [each["block_size"] for each in report["sizes"]]
-    use = Series("KV use", sizes, [100 * each["kv_use"] for each in report["sizes"]])
-    rate = Series("requests/s", sizes, [each["requests_per_s"] for each in report["sizes"]])
+    sizes = report["sizes"]
+    use = _all_series({"KV use": [(each["block_size"], 100 * each["kv_use"]) for each in sizes]})
+    rate = _all_series({"requests/s": [(each["block_size"], each["requests_per_s"]) for each in sizes]})
     return [
-        Picture("block-size-kv-use", "KV use by block size", "tokens in a block", "% of allocated slots", [use], True),
-        Picture("block-size-rate", "Requests a second by block size", "tokens in a block", "requests/s", [rate], True),
+        Picture("block-size-kv-use", "KV use by block size", "tokens in a block", "% of allocated slots", use, True),
+        Picture("block-size-rate", "Requests a second by block size", "tokens in a block", "requests/s", rate, True),
     ]
 
 
@@ -141,15 +157,19 @@ def _rates(report: dict[str, Any]) -> list[Picture]:
                     value = found[figure][percent]
                     if value is not None:
                         points.setdefault(f"{engine}, {percent}", []).append((rate["requests_per_s"], 1000 * value))
-        series = [_series(label, found) for label, found in points.items()]
+        series = _all_series(points)
         words = f"{title} ({report['options']['arrivals']})"
         pictures.append(Picture(f"rates-{name}", words, "requests offered a second", "ms", series, log_y=True))
     return pictures
 
 
-def _series(name: str, points: Sequence[tuple[float, float]]) -> Series:
-    ranked = sorted(points)
-    return Series(name, [x for x, _ in ranked], [y for _, y in ranked])
+def _all_series(points: Mapping[str, Sequence[tuple[float, float]]]) -> list[Series]:
+    """A line through the points of each name, by rising x. Raises BenchError for what isn't a number."""
+    for name, found in points.items():
+        if not all(math.isfinite(value) for point in found for value in point):
+            raise BenchError(f"a figure of {name} isn't a number")
+    ranked = {name: sorted(found) for name, found in points.items()}
+    return [Series(name, [x for x, _ in found], [y for _, y in found]) for name, found in ranked.items()]
 
 
 MAKERS: Final[dict[str, Callable[[dict[str, Any]], list[Picture]]]] = {

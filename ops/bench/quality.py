@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from ops.bench.errors import BenchError
+from ops.bench.flags import COUNT, cache_dir_option, json_option, model_option, num_threads_option
 from ops.bench.machine import machine_facts
 from ops.bench.measure import say
-from ops.bench.parts import COUNT, cache_dir_option, cache_folder, checkpoint_path, model_option, num_threads_option
+from ops.bench.parts import cache_folder, checkpoint_path
 from ops.bench.quality_text import TEXT
+from ops.bench.result import publish
 from ops.tables import print_table
 
 if TYPE_CHECKING:
@@ -53,21 +55,32 @@ class Quality:
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @model_option
 @click.option(
-    "--quantization", type=click.Choice(["int8", "none"]), default="int8", help="Of the weights that are judged."
+    "--quantization",
+    type=click.Choice(["int8", "int4", "none"]),
+    default="int8",
+    help="Of the weights that are judged.",
 )
 @click.option(
     "--kv-cache-dtype", type=click.Choice(["auto", "fp8_e4m3"]), default="auto", help="Of the KV cache that is judged."
 )
+@click.option(
+    "--unround",
+    is_flag=True,
+    help="Move each weight of both sides by up to half a step first, as if the file had never been rounded.",
+)
 @click.option("--num-tokens", type=COUNT, default=2000, help="Of the text; no more than it has.")
 @num_threads_option
 @cache_dir_option
+@json_option
 def command(
     model: str,
     quantization: str,
     kv_cache_dtype: str,
+    unround: bool,
     num_tokens: int,
     num_threads: int | None,
     cache_dir: str | None,
+    json_file: str | None,
 ) -> None:
     """Compare quantized weights, a KV cache in 8 bits, or both with float32 on 2,000 tokens of fixed text, on the CPU.
 
@@ -76,11 +89,13 @@ def command(
     """
     if quantization == "none" and kv_cache_dtype == "auto":
         raise BenchError("nothing differs from float32: give --quantization, or --kv-cache-dtype fp8_e4m3")
+    if quantization == "none" and unround:
+        raise BenchError("--unround moves weights by steps of their quantization: give --quantization")
     started = time.monotonic()
     folder = cache_folder(cache_dir)
     path = checkpoint_path(model, folder)
     ids = _text_ids(path, num_tokens)
-    quality = _measure(path, folder, ids, quantization, kv_cache_dtype, num_threads)
+    quality = _measure(path, folder, ids, (quantization, kv_cache_dtype), unround, num_threads)
     judged = [] if quantization == "none" else [quantization]
     judged += [] if kv_cache_dtype == "auto" else [f"KV cache {kv_cache_dtype}"]
     rows = [
@@ -99,12 +114,13 @@ def command(
         "model": path.stem,
         "quantization": quantization,
         "kv_cache_dtype": kv_cache_dtype,
+        "is_unrounded": unround,
         "ids_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
         "window": WINDOW,
         **asdict(quality),
         "took_s": time.monotonic() - started,
     }
-    print(json.dumps(report))
+    publish(report, json_file)
 
 
 def _text_ids(path: Path, num_tokens: int) -> list[int]:
@@ -121,7 +137,7 @@ def _text_ids(path: Path, num_tokens: int) -> list[int]:
 
 
 def _measure(
-    path: Path, cache_dir: Path, ids: list[int], quantization: str, kv_cache_dtype: str, num_threads: int | None
+    path: Path, cache_dir: Path, ids: list[int], judged: tuple[str, str], is_unrounded: bool, num_threads: int | None
 ) -> Quality:
     import torch
 
@@ -130,6 +146,7 @@ def _measure(
     from model.kv_cache_dtype import pick_kv_dtype
     from model.loader import load_checkpoint
     from model.threads import set_num_threads
+    from ops.bench.unrounded import UnroundedWeights
 
     set_num_threads(num_threads)
 
@@ -137,10 +154,11 @@ def _measure(
         say(f"loading the model with quantization {kind} and a KV cache of {cache}")
         kv_dtype = pick_kv_dtype(cache, torch.float32, torch.device("cpu"))
         checkpoint = load_checkpoint(path, cache_dir=cache_dir)
-        return Decoder(checkpoint.config, checkpoint.weights, quantization=kind, kv_dtype=kv_dtype)
+        weights = UnroundedWeights(checkpoint.weights, judged[0]) if is_unrounded else checkpoint.weights
+        return Decoder(checkpoint.config, weights, quantization=kind, kv_dtype=kv_dtype)
 
     try:
-        plain, quantized = load("none", "auto"), load(quantization, kv_cache_dtype)
+        plain, quantized = load("none", "auto"), load(*judged)
     except ModelError as error:
         raise BenchError(str(error)) from error
     say(f"reading {len(ids)} tokens with both")

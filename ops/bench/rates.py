@@ -1,7 +1,6 @@
 """`pagemill bench rates`: latencies by the rate at which requests come, whatever the engine has to do already."""
 
 import contextlib
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,26 +12,23 @@ import click
 from ops.bench.arrivals import BURST, PATTERNS, POISSON, TRACE, arrivals_of
 from ops.bench.compare import check_fit, read_config
 from ops.bench.errors import BenchError
+from ops.bench.flags import (
+    COUNT,
+    RateList,
+    block_size_option,
+    engine_mode_option,
+    engine_options,
+    json_option,
+    peer_options,
+    svg_option,
+    workload_options,
+)
 from ops.bench.machine import Disturbance, DisturbanceMeter, machine_facts, warnings_of
 from ops.bench.measure import num_blocks_for, say
 from ops.bench.options import BenchOptions, options_from
-from ops.bench.parts import (
-    COUNT,
-    NameList,
-    RateList,
-    cache_dir_option,
-    checkpoint_path,
-    engine_mode_option,
-    json_option,
-    model_option,
-    num_threads_option,
-    rotated,
-    seed_option,
-    svg_option,
-)
+from ops.bench.parts import checkpoint_path, rotated
 from ops.bench.peers.catalog import FoundPeer
-from ops.bench.pictures import check_installed, draw_report
-from ops.bench.presets import PRESETS
+from ops.bench.result import publish
 from ops.bench.runs import OursRun, PeerRun
 from ops.bench.side import Side
 from ops.bench.standing import find_wanted_peers, start_ours, start_peer
@@ -56,24 +52,16 @@ class Engine:
 
 
 @click.command()
-@model_option
-@click.option("--workload", type=click.Choice(list(PRESETS)), default="chat", help="The lengths of the requests.")
 @click.option("--rates", type=RateList(), default="0.5,1,2,4", help="Requests offered a second, one run each.")
 @click.option("--arrivals", type=click.Choice(PATTERNS), default=POISSON, help="How they come; trace: as recorded.")
 @click.option("--burst-size", type=COUNT, default=8, help="Requests at once of --arrivals burst.")
 @click.option("--num-requests", type=COUNT, default=32, help="Requests of a run.")
 @click.option("--max-num-seqs", type=COUNT, default=32, help="Sequences in flight at once, at most.")
-@click.option("--trace", type=click.Path(dir_okay=False), help="A recorded trace: its lengths, and its times.")
-@click.option(
-    "--scale-lengths", type=click.FloatRange(min=0, min_open=True), default=0.1, help="Its lengths, times this."
-)
-@seed_option
-@click.option("--peers", type=NameList(), default="none", help="Whom to compare with; those that take arrivals.")
-@click.option("--peer-python", multiple=True, metavar="NAME=PATH", help="The Python in which a peer is installed.")
-@click.option("--quantization", type=click.Choice(["none", "int8"]), default="none", help="Of our engine's weights.")
+@workload_options("chat")
+@peer_options("none")
+@engine_options
+@block_size_option
 @engine_mode_option
-@num_threads_option
-@cache_dir_option
 @json_option
 @svg_option
 def command(json_file: str | None, svg: str | None, **values: Any) -> None:
@@ -83,16 +71,9 @@ def command(json_file: str | None, svg: str | None, **values: Any) -> None:
     can serve, waiting grows with the length of the run. Times count from a request's arrival: to its first token, from
     token to token, and to its last. Each engine gets the same requests at the same times, by turns.
     """
-    if svg is not None:
-        check_installed()
     report = measure_rates(**values)
     _print(report)
-    line = json.dumps(report)
-    if json_file is not None:
-        Path(json_file).write_text(line + "\n")
-    if svg is not None:
-        draw_report(report, Path(svg))
-    print(line)
+    publish(report, json_file, svg)
 
 
 def measure_rates(
@@ -105,8 +86,8 @@ def measure_rates(
         raise BenchError("--arrivals trace needs --workload azure and --trace FILE: the times are the trace's")
     lengths = options.lengths_of(1)
     found, missing = find_wanted_peers(options)
-    path = checkpoint_path(options.model, Path(options.cache_dir))
-    check_fit({1: lengths}, read_config(path).max_position_embeddings)
+    path = checkpoint_path(options.model, Path(options.cache_dir), options.load_format)
+    check_fit({1: lengths}, read_config(path, options.load_format).max_position_embeddings)
     machine = machine_facts()
     recorded = options.trace.arrivals(len(lengths), options.seed) if arrivals == TRACE and options.trace else []
     measured: list[dict[str, Any]] = []
@@ -155,10 +136,7 @@ def summary_of(run: OursRun | PeerRun) -> dict[str, Any]:
 
 def _options(values: dict[str, Any]) -> BenchOptions:
     """What is asked for, as the options of a comparison whose other values are their defaults."""
-    shape = dict.fromkeys(("prompt_mean", "prompt_sigma", "output_mean", "output_sigma"))
-    rest = {"dtype": "auto", "device": "auto", "block_size": 16, "llamacpp_weights": None}
-    fixed = {"batches": (1,), "alternations": 1, "quick": False, "steps": False}
-    return options_from(values | shape | rest | fixed)
+    return options_from(values | {"batches": (1,), "alternations": 1, "quick": False, "steps": False})
 
 
 def _stand(

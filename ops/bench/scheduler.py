@@ -9,7 +9,6 @@ decides the same steps, so the least of a step's processor times is the nearest 
 that for each step, with the garbage collections of each repetition on top, which don't fall on the same steps.
 """
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +18,9 @@ from typing import Final
 import click
 
 from ops.bench.block_cases import BATCH, allocate_and_free_ns, lookup_ns
+from ops.bench.flags import COUNT, json_option
 from ops.bench.measure import say
+from ops.bench.result import publish
 from ops.bench.runs import percentile
 from ops.bench.scheduler_load import POOLS, Pool, SteadyLoad, Times
 from ops.tables import print_table
@@ -65,10 +66,11 @@ class PartRow:
 
 @click.command("scheduler")
 @click.option("--policies", help="Policies with a space between them.  [default: eight of them]")
-@click.option("--steps", type=click.IntRange(min=1), default=1000, help="Steps of each repetition.")
-@click.option("--repetitions", type=click.IntRange(min=1), default=3, help="Of each load, by turns.")
+@click.option("--steps", type=COUNT, default=1000, help="Steps of each repetition.")
+@click.option("--repetitions", type=COUNT, default=3, help="Of each load, by turns.")
 @click.option("--seed", type=int, default=0, help="Decides lengths, tenants, priorities and deadlines.")
-def command(policies: str | None, steps: int, repetitions: int, seed: int) -> int:
+@json_option
+def command(policies: str | None, steps: int, repetitions: int, seed: int, json_file: str | None) -> None:
     """Measure what the scheduler's decisions cost: 256 sequences decode, 1,000 wait, and no model computes.
 
     Tables go to stdout, and as its last line one JSON object with all figures.
@@ -78,8 +80,8 @@ def command(policies: str | None, steps: int, repetitions: int, seed: int) -> in
     parts = measure_parts(repetitions)
     print_table("One step", STEP_COLUMNS, [_shown_step(row) for row in rows])
     print_table("Blocks and prefixes", PART_COLUMNS, [_shown_part(part) for part in parts])
-    print(json.dumps({"bench": "scheduler", "steps": [asdict(r) for r in rows], "parts": [asdict(p) for p in parts]}))
-    return 0
+    report = {"bench": "scheduler", "steps": [asdict(r) for r in rows], "parts": [asdict(p) for p in parts]}
+    publish(report, json_file)
 
 
 def measure_pool(pool: Pool, policies: Sequence[str], num_steps: int, repetitions: int, seed: int) -> list[StepRow]:

@@ -10,9 +10,9 @@ from model.decoder import Decoder
 from model.kv_cache import KVCache
 from model.loader import load_checkpoint
 from model.model_runner import ModelRunner, RunnerConfig
-from ops.bench.options import itemsize_of
+from ops.bench.options import itemsizes_of
 from ops.bench.step_profile import StepProfile
-from ops.bench.work import num_head_parameters, num_layer_parameters, slot_bytes
+from ops.bench.work import num_head_parameters, num_layer_parameters, slot_bytes, step_weight_bytes
 from scheduler.output import Chunks, NewRow, SchedulerOutput
 from scheduler.sampling_params import SamplingParams
 from worker.engine_builder import KERNEL_FOLDER
@@ -66,7 +66,7 @@ class StepRunner:
         self._runner = ModelRunner(self._decoder, kv_cache, limits)
         self._runner.warm_up()
         self._profile = StepProfile(self._decoder)
-        self._itemsize = itemsize_of(config.quantization, self.dtype)
+        self._itemsizes = itemsizes_of(config.quantization, self.dtype)
 
     @property
     def dtype(self) -> str:
@@ -110,7 +110,7 @@ class StepRunner:
         layers, head = num_layer_parameters(self._config), num_head_parameters(self._config)
         num_tokens = case.num_seqs * case.query_len
         return {
-            "weight_bytes": (layers + head) * self._itemsize,
+            "weight_bytes": step_weight_bytes(self._config, self._itemsizes),
             "kv_bytes": case.num_seqs * case.context_len * slot_bytes(self._config, self._decoder.dtype.itemsize),
             "linear_operations": 2 * (layers * num_tokens + head * case.num_seqs),
         }

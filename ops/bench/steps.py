@@ -10,22 +10,15 @@ import json
 import statistics
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import click
 
 from ops.bench.errors import BenchError
+from ops.bench.flags import block_size_option, engine_options, json_option
 from ops.bench.machine import machine_facts
-from ops.bench.options import ITEMSIZES, LLAMACPP_WEIGHTS
-from ops.bench.parts import (
-    cache_dir_option,
-    cache_folder,
-    checkpoint_path,
-    json_option,
-    model_option,
-    num_threads_option,
-)
+from ops.bench.parts import engine_config
+from ops.bench.result import publish
 from ops.bench.serving import serve
 from worker.engine_config import EngineConfig
 from worker.openmp import limit_spinning
@@ -110,14 +103,10 @@ def _shares(found: dict[str, Any], limits: dict[str, float]) -> dict[str, float]
 
 
 @click.command()
-@model_option
-@click.option("--quantization", type=click.Choice(list(LLAMACPP_WEIGHTS)), default="none", help="Of the weights.")
-@click.option("--dtype", type=click.Choice(["auto", *ITEMSIZES]), default="auto", help="Of weights and KV cache.")
-@click.option("--block-size", type=click.Choice([8, 16, 32, 64]), default=16, help="Tokens in a block of the KV cache.")
-@num_threads_option
-@cache_dir_option
+@engine_options
+@block_size_option
 @json_option
-def command(model: str, cache_dir: str | None, json_file: str | None, **values: Any) -> None:
+def command(json_file: str | None, **values: Any) -> None:
     """Measure single steps: how far from the machine's limits they are, and what they are spent on.
 
     Decodes of 1, 8 and 32 sequences, of 32 with 1,000 tokens each, and a prompt of 512. Reading is limited by the best
@@ -126,15 +115,11 @@ def command(model: str, cache_dir: str | None, json_file: str | None, **values: 
     """
     from ops.bench.step_report import print_steps
 
-    folder = cache_folder(cache_dir)
     machine = machine_facts()
-    steps = measure_steps(EngineConfig(str(checkpoint_path(model, folder)), str(folder), **values))
+    steps = measure_steps(engine_config(values))
     print_steps(steps)
     report = {"bench": "pagemill steps", "machine": machine, "quantization": values["quantization"], "steps": steps}
-    line = json.dumps(report)
-    if json_file is not None:
-        Path(json_file).write_text(line + "\n")
-    print(line)
+    publish(report, json_file)
 
 
 def main() -> None:

@@ -14,16 +14,17 @@ from ops.bench.work import num_operations, slot_bytes, step_weight_bytes
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a run's work is counted by. weight_itemsize: bytes of a weight of our engine, which computes in `dtype`."""
+    """What a run's work is counted by. weight_itemsizes: as options.py has them of our engine, which computes in
+    `dtype`."""
 
     config: ModelConfig
-    weight_itemsize: float
+    weight_itemsizes: tuple[float, float]
     dtype: str
     limits: dict[str, Any]
 
     def bytes_read(self, run: OursRun) -> float:
         """Weights once a step, and the keys and values that were there."""
-        weights = run.num_steps * step_weight_bytes(self.config, self.weight_itemsize)
+        weights = run.num_steps * step_weight_bytes(self.config, self.weight_itemsizes)
         return weights + run.num_slots_read * slot_bytes(self.config, ITEMSIZES[self.dtype])
 
 

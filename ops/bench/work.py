@@ -18,9 +18,12 @@ def num_head_parameters(config: ModelConfig) -> int:
     return config.vocab_size * config.hidden_size
 
 
-def step_weight_bytes(config: ModelConfig, itemsize: float) -> float:
-    """Bytes of weights that every step reads. The few rows of an embedding table of its own are left out."""
-    return (num_layer_parameters(config) + num_head_parameters(config)) * itemsize
+def step_weight_bytes(config: ModelConfig, itemsizes: tuple[float, float]) -> float:
+    """Bytes of weights that every step reads, of layers and of the output layer; `itemsizes` are those of a weight.
+
+    The few rows of an embedding table of its own are left out.
+    """
+    return num_layer_parameters(config) * itemsizes[0] + num_head_parameters(config) * itemsizes[1]
 
 
 def slot_bytes(config: ModelConfig, itemsize: int) -> int:

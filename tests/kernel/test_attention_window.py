@@ -52,6 +52,22 @@ def test_a_row_has_the_same_bits_however_its_prompt_is_cut(window: int) -> None:
         assert torch.equal(attend(pick(batch, 0, row, row + 1), window)[0], whole[row]), f"row {row} alone"
 
 
+@pytest.mark.parametrize("window", [40, 513, 5000])
+@pytest.mark.parametrize(("num_kv_heads", "group", "head_dim"), [(3, 3, 64), (5, 1, 32), (8, 4, 128), (2, 7, 80)])
+def test_a_decode_that_computes_several_heads_at_once_has_the_bits_of_one_alone(
+    num_kv_heads: int, group: int, head_dim: int, window: int
+) -> None:
+    """In a batch of many, heads share the tile and what is fetched ahead; a prompt beside them changes nothing."""
+    lengths = [0, 1, 15, 16, 17, 32, 33, 64, 511, 512, 513, 700]
+    seqs = [(1, context_len) for context_len in lengths] + [(40, 90)]
+    batch = ragged_batch(
+        seqs, num_heads=num_kv_heads * group, num_kv_heads=num_kv_heads, head_dim=head_dim, num_layers=1
+    )
+    together = attend(batch, window)
+    for seq in range(len(lengths)):
+        assert torch.equal(attend(pick(batch, seq), window)[0], together[seq]), f"{lengths[seq]} keys"
+
+
 def test_a_window_that_holds_the_context_changes_no_bit() -> None:
     batch = ragged_batch(LONG, num_heads=4, num_kv_heads=2, head_dim=16, num_layers=1)
     without = paged_attention(batch.query, batch.kv_cache, 0, batch.meta, 0.125)

@@ -284,8 +284,8 @@ def test_a_wrong_choice_is_told(text: str, reason: str) -> None:
         pass
 
 
-@pytest.mark.parametrize("is_quantized", [False, True])
-def test_warm_up_tells_its_progress_and_leaves_nothing_to_compile(is_quantized: bool) -> None:
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_warm_up_tells_its_progress_and_leaves_nothing_to_compile(quantization: str) -> None:
     told: list[tuple[int, int]] = []
     names: list[str] = []
 
@@ -293,15 +293,14 @@ def test_warm_up_tells_its_progress_and_leaves_nothing_to_compile(is_quantized: 
         told.append((done, total))
         names.append(name)
 
-    kernels.warmup(torch.float32, 64, 9, 3, tell, is_quantized)
+    kernels.warmup(torch.float32, 64, 9, 3, tell, quantization)
     count = len(names) - 1
     assert told == [(n, count) for n in range(count + 1)]
     # Of the linear layers' bodies those that the model calls, and all others.
-    others = {"linear", "gather_rows"}
-    if not is_quantized:
-        others = {"quantize_rows", "quantized_linear", "gather_quantized_rows"}
+    plain, int8 = {"linear", "gather_rows"}, {"quantize_rows", "quantized_linear", "gather_quantized_rows"}
+    others = {"none": int8 | {"int4_linear"}, "int8": plain | {"int4_linear"}, "int4": plain}[quantization]
     assert set(names[:-1]) == set(build.BODIES) - others
-    assert kernels.is_compiled(torch.float32, 64, 9, 3, is_quantized)
+    assert kernels.is_compiled(torch.float32, 64, 9, 3, quantization)
 
 
 def test_a_model_is_compiled_once_all_its_kernels_are_loaded_or_on_disk(

@@ -1,4 +1,4 @@
-"""The linear layer of int8 weights against its float64 twin, and what its rows must not depend on."""
+"""Linear layers of int8 and int4 weights against their float64 twin, and what their rows must not depend on."""
 
 import logging
 import os
@@ -13,10 +13,24 @@ import torch
 from kernels import dispatch, reference
 from kernels.dispatch import implementation
 from kernels.errors import KernelInputError
-from kernels.quantized_linear import BYTES_PER_WEIGHT, QuantizedLinear
+from kernels.int4_weights import INT4
+from kernels.quantized_linear import QuantizedLinear
+from kernels.weight_formats import INT8, WeightFormat
 from tests.kernel.batches import error
 
 pytestmark = pytest.mark.usefixtures("kernels_in_use")
+
+
+@pytest.fixture(params=[INT8, INT4], ids=lambda form: form.name)
+def form(request: pytest.FixtureRequest) -> WeightFormat:
+    """How the layer of a test keeps its weights."""
+    chosen: WeightFormat = request.param
+    return chosen
+
+
+def rounded(weight: torch.Tensor, form: WeightFormat) -> torch.Tensor:
+    """The weight as the layer has it, float64: int8's by a rule so plain that the twin has it, too."""
+    return reference.rounded_weight(weight) if form is INT8 else QuantizedLinear(weight.clone(), form=form).weight()
 
 
 def matrix(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -25,11 +39,13 @@ def matrix(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize(("num_out", "num_in"), [(1, 1), (16, 32), (17, 5), (130, 576), (100, 97), (33, 300)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_the_product_equals_the_twin_for_any_number_of_rows(num_out: int, num_in: int, has_bias: bool) -> None:
+def test_the_product_equals_the_twin_for_any_number_of_rows(
+    num_out: int, num_in: int, has_bias: bool, form: WeightFormat
+) -> None:
     weight, bias = matrix(num_out, num_in), matrix(num_out, seed=1) if has_bias else None
-    layer = QuantizedLinear(weight.clone(), bias)
+    layer = QuantizedLinear(weight.clone(), bias, form=form)
     x = matrix(70, num_in + 3, seed=2)[:, :num_in] * torch.logspace(-6, 6, 70)[:, None]
-    wanted = reference.quantized_linear(x, weight, bias)
+    wanted = reference.quantized_linear(x, rounded(weight, form), bias)
     for num_rows in (*range(1, 20), 33, 64, 70):
         result = layer(x[70 - num_rows :])
         assert result.shape == (num_rows, num_out)
@@ -38,17 +54,21 @@ def test_the_product_equals_the_twin_for_any_number_of_rows(num_out: int, num_in
     assert layer(x[:0]).shape == (0, num_out)
 
 
-def test_the_loss_against_the_float_product_is_below_a_percent() -> None:
+def test_the_loss_against_the_float_product_is_below_a_percent_and_with_int4_below_a_tenth(form: WeightFormat) -> None:
     weight, x = matrix(200, 576), matrix(40, 576, seed=1)
-    assert error(QuantizedLinear(weight.clone())(x), reference.linear(x, weight, None)) < 0.01
+    loss = error(QuantizedLinear(weight.clone(), form=form)(x), reference.linear(x, weight, None))
+    assert loss < (0.01 if form is INT8 else 0.1)
 
 
 @pytest.mark.parametrize("kernels_in_use", ["compiled"], indirect=True)
 @pytest.mark.parametrize(("num_out", "num_in"), [(960, 576), (72, 1536), (50, 70)])
-def test_a_row_has_the_same_bits_in_any_number_of_rows(kernels_in_use: str, num_out: int, num_in: int) -> None:
+def test_a_row_has_the_same_bits_in_any_number_of_rows(
+    kernels_in_use: str, num_out: int, num_in: int, form: WeightFormat
+) -> None:
     """Alone, in any batch and in any cut of a prompt, however loud the rows beside it are."""
     assert kernels_in_use == "compiled"
-    layer, x = QuantizedLinear(matrix(num_out, num_in), matrix(num_out, seed=1)), matrix(100, num_in, seed=2)
+    layer = QuantizedLinear(matrix(num_out, num_in), matrix(num_out, seed=1), form=form)
+    x = matrix(100, num_in, seed=2)
     x[::7] *= 1e4
     together = layer(x)
     for first, last in (*((row, row + 1) for row in range(0, 100, 9)), (3, 5), (10, 23), (50, 100), (0, 37), (61, 69)):
@@ -56,9 +76,9 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(kernels_in_use: str, num_
 
 
 @pytest.mark.parametrize("kernels_in_use", ["compiled"], indirect=True)
-def test_a_row_has_the_same_bits_on_any_number_of_threads(kernels_in_use: str) -> None:
+def test_a_row_has_the_same_bits_on_any_number_of_threads(kernels_in_use: str, form: WeightFormat) -> None:
     assert kernels_in_use == "compiled"
-    layer, x = QuantizedLinear(matrix(3072, 576)), matrix(33, 576, seed=2)
+    layer, x = QuantizedLinear(matrix(3072, 576), form=form), matrix(33, 576, seed=2)
     num_threads = torch.get_num_threads()
     results = []
     try:
@@ -70,8 +90,8 @@ def test_a_row_has_the_same_bits_on_any_number_of_threads(kernels_in_use: str) -
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_a_row_that_is_not_finite_gives_nan_and_spoils_no_other() -> None:
-    layer, x = QuantizedLinear(matrix(40, 64)), matrix(9, 64, seed=1)
+def test_a_row_that_is_not_finite_gives_nan_and_spoils_no_other(form: WeightFormat) -> None:
+    layer, x = QuantizedLinear(matrix(40, 64), form=form), matrix(9, 64, seed=1)
     wanted = layer(x)
     x[2, 5], x[4, 40], x[7, 0] = torch.nan, torch.inf, -torch.inf
     result = layer(x)
@@ -81,22 +101,22 @@ def test_a_row_that_is_not_finite_gives_nan_and_spoils_no_other() -> None:
     assert error(result[~spoiled], wanted[~spoiled].double()) < 1e-6
 
 
-def test_rows_of_zeros_and_of_tiny_numbers_give_zeros() -> None:
-    layer, x = QuantizedLinear(matrix(40, 64)), torch.zeros(6, 64)
+def test_rows_of_zeros_and_of_tiny_numbers_give_zeros(form: WeightFormat) -> None:
+    layer, x = QuantizedLinear(matrix(40, 64), form=form), torch.zeros(6, 64)
     x[1], x[2] = 1e-38, -1e-44
     assert torch.equal(layer(x), torch.zeros(6, 40))
-    assert torch.equal(QuantizedLinear(torch.zeros(40, 64))(matrix(3, 64)), torch.zeros(3, 40))
+    assert torch.equal(QuantizedLinear(torch.zeros(40, 64), form=form)(matrix(3, 64)), torch.zeros(3, 40))
 
 
 @pytest.mark.parametrize("num_in", [64, 70])
-def test_rows_and_weight_are_the_dequantized_weight(num_in: int) -> None:
+def test_rows_and_weight_are_the_dequantized_weight(num_in: int, form: WeightFormat) -> None:
     weight = matrix(50, num_in)
-    layer = QuantizedLinear(weight.clone())
-    rounded = layer.weight()
-    assert rounded.shape == weight.shape
-    assert error(rounded, weight.double()) < 0.01
+    layer = QuantizedLinear(weight.clone(), form=form)
+    dequantized = layer.weight()
+    assert dequantized.shape == weight.shape
+    assert error(dequantized, weight.double()) < (0.01 if form is INT8 else 0.1)
     ids = torch.tensor([49, 0, 16, 15, 16])
-    assert torch.equal(layer.rows(ids), rounded[ids])
+    assert torch.equal(layer.rows(ids), dequantized[ids])
     assert layer.rows(torch.empty(0, dtype=torch.int64)).shape == (0, num_in)
     for wrong in (-1, 50):
         with pytest.raises(KernelInputError, match="ids"):
@@ -113,43 +133,45 @@ def test_weights_of_four_bits_lose_next_to_nothing(kernels_in_use: str) -> None:
     assert error(QuantizedLinear(weight.clone()).weight(), weight.double()) < 1e-3
 
 
-def test_a_layer_takes_little_more_than_a_byte_a_weight() -> None:
-    layer = QuantizedLinear(matrix(160, 640))
+def test_a_layer_takes_little_more_than_its_integers(form: WeightFormat) -> None:
+    layer = QuantizedLinear(matrix(160, 640), form=form)
     held = sum(value.nbytes for value in vars(layer).values() if isinstance(value, torch.Tensor))
-    assert held < BYTES_PER_WEIGHT * 160 * 640 + 1000
+    assert held < form.bytes_per_weight * 160 * 640 + 1000
+    assert form.bytes_per_weight == (1.125 if form is INT8 else 0.625)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_other_dtypes_fall_back_with_one_line(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    dtype: torch.dtype, form: WeightFormat, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(dispatch, "_told", set())
     weight, bias, x = matrix(40, 64), matrix(40, seed=1), matrix(5, 64, seed=2)
-    layer = QuantizedLinear(weight, bias, dtype=dtype)
+    layer = QuantizedLinear(weight, bias, dtype, form)
     with caplog.at_level(logging.WARNING, "pagemill.kernels"):
         for _ in range(3):
             result = layer(x.to(dtype))
     assert result.dtype is dtype
-    assert error(result, reference.quantized_linear(x.to(dtype).float(), weight, bias)) < 2e-2
+    assert error(result, reference.quantized_linear(x.to(dtype).float(), rounded(weight, form), bias)) < 2e-2
     assert len(caplog.records) == 1
     assert str(dtype).removeprefix("torch.") in caplog.text
-    assert "int8" in caplog.text
+    assert form.name in caplog.text
 
 
-def test_off_the_cpu_the_host_waits_for_nothing() -> None:
+def test_off_the_cpu_the_host_waits_for_nothing(form: WeightFormat) -> None:
     """Tensors without values, as off the CPU: whatever asks one for its value raises, as it would break a graph."""
-    layer = QuantizedLinear(torch.empty(40, 70, device="meta"))
+    layer = QuantizedLinear(torch.empty(40, 70, device="meta"), form=form)
     assert layer.rows(torch.empty(3, dtype=torch.int64, device="meta")).shape == (3, 70)
     assert layer(torch.empty(3, 70, device="meta")).shape == (3, 40)
 
 
-def test_both_implementations_read_the_same_weights() -> None:
+def test_both_implementations_read_the_same_weights(form: WeightFormat) -> None:
     weight, bias, x = matrix(40, 70), matrix(40, seed=2), matrix(3, 70, seed=1)
-    layer = QuantizedLinear(weight.clone(), bias)
+    layer = QuantizedLinear(weight.clone(), bias, form=form)
+    wanted = reference.quantized_linear(x, rounded(weight, form), bias)
     with implementation("torch"):
-        assert error(layer(x), reference.quantized_linear(x, weight, bias)) < 1e-6
+        assert error(layer(x), wanted) < 1e-6
     with implementation("auto"):
-        assert error(layer(x), reference.quantized_linear(x, weight, bias)) < 1e-6
+        assert error(layer(x), wanted) < 1e-6
 
 
 def test_wrong_shapes_and_dtypes_are_refused_by_name() -> None:
@@ -184,11 +206,13 @@ def test_each_processor_gets_its_instruction(kernels_in_use: str, triple: str, f
 DIGEST = """
 import hashlib, torch
 from kernels.cpu.dot import INSTRUCTION
+from kernels.int4_weights import INT4
 from kernels.quantized_linear import QuantizedLinear
+from kernels.weight_formats import INT8
 digest = hashlib.sha256()
-for num_out, num_in in ((130, 576), (50, 70)):
+for num_out, num_in, form in ((130, 576, INT8), (50, 70, INT8), (130, 576, INT4), (50, 70, INT4)):
     generator = torch.Generator().manual_seed(num_in)
-    layer = QuantizedLinear(torch.randn(num_out, num_in, generator=generator))
+    layer = QuantizedLinear(torch.randn(num_out, num_in, generator=generator), form=form)
     x = torch.randn(20, num_in, generator=generator)
     for num_rows in (1, 2, 3, 4, 6, 8, 20):
         digest.update(layer(x[:num_rows]).numpy().tobytes())

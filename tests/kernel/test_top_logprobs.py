@@ -35,6 +35,7 @@ def test_the_likeliest_are_those_of_the_twin(vocab: int, k: int) -> None:
     check_equal(top_logprobs(logits, k, vocab), reference.top_logprobs(logits, k, vocab))
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("vocab_limit", [1, 16, 30, 49])
 def test_ids_from_the_limit_on_have_no_part_in_it(vocab_limit: int) -> None:
     logits = some_logits(12, 50)
@@ -62,11 +63,13 @@ def test_sorting_finds_the_same_as_the_search_on_the_cpu(k: int) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.triton
 def test_zero_and_minus_zero_are_equal() -> None:
     logits = torch.tensor([[-0.0, 0.0, -0.0, 0.0, -1.0]])
     assert top_logprobs(logits, 4, 5)[1].tolist() == [[0, 1, 2, 3]]
 
 
+@pytest.mark.triton
 def test_a_row_without_a_number_has_no_tokens() -> None:
     logits = torch.full((2, 40), torch.nan)
     logits[1, 7] = -3.0
@@ -75,6 +78,7 @@ def test_a_row_without_a_number_has_no_tokens() -> None:
     assert values.tolist() == [[-torch.inf] * 3, [0.0, -torch.inf, -torch.inf]]
 
 
+@pytest.mark.triton
 def test_no_rows_give_none() -> None:
     values, ids = top_logprobs(torch.empty((0, 40)), 3, 40)
     assert values.shape == ids.shape == (0, 3)

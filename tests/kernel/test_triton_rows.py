@@ -184,60 +184,6 @@ def test_each_call_is_one_launch_and_none_of_nothing_is_launched(launched: list[
     assert launched == [*norms, "silu_and_mul_kernel", "rope_and_write_kernel", *moves, "block_checksums_kernel"]
 
 
-FAR_AWAY = """
-import mmap
-import torch
-from kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
-from kernels.checksum import block_checksums
-from kernels.kv_cache_write import rope_and_write
-from kernels.rms_norm import add_rms_norm, rms_norm
-from kernels.activation import silu_and_mul
-
-# Address space that costs no memory, 40 GiB of it. Strides fit into 32 bits, times 3 they do not.
-MAP_NORESERVE = 0x4000  # Linux's number for it
-space = mmap.mmap(-1, 40 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-memory = torch.frombuffer(space, dtype=torch.int64)
-
-few = torch.as_strided(memory, (5, 1, 2, 1024), (1 << 30, 2048, 1024, 1))
-few[3] = torch.arange(2048).view(1, 2, 1024)
-copy_blocks(few, torch.tensor([3]), torch.tensor([4]))
-assert torch.equal(few[4], few[3])
-staging = torch.zeros(2, 1, 2, 1024, dtype=torch.int64)
-gather_blocks(few, torch.tensor([4, 3]), staging)
-assert torch.equal(staging[0], few[3])
-scatter_blocks(staging + 1, torch.tensor([2, 4]), few)
-assert torch.equal(few[4], few[3] + 1)
-
-floats = memory.view(torch.float32)
-cache = torch.as_strided(floats, (4, 1, 2, 8, 1, 16), (1 << 30, 256, 128, 16, 16, 1))
-qkv = torch.randn(1, 64)
-one = torch.tensor([0])
-table = torch.cat((torch.ones(1, 8), torch.zeros(1, 8)), dim=1)
-rope_and_write(qkv, table, one, torch.tensor([3 * 8 + 5]), cache, 0, 2, 1)
-assert torch.equal(cache[3, 0, :, 5, 0], qkv[0, 32:].view(2, 16))
-
-far = torch.as_strided(floats, (4, 64), (1 << 30, 1))
-far[3] = torch.randn(64)
-for row in (0, 1, 2):
-    far[row] = 1.0
-weight, near = torch.ones(64), far[3:].clone()
-assert torch.equal(rms_norm(far, weight, 1e-5)[3:], rms_norm(near, weight, 1e-5))
-assert torch.equal(silu_and_mul(far)[3:], silu_and_mul(near))
-assert torch.equal(rope_and_write(far, table, one.expand(4), -one.expand(4) - 1, cache, 0, 2, 1)[3:],
-                   rope_and_write(near, table, one, -one - 1, cache, 0, 2, 1))
-added = add_rms_norm(torch.zeros(4, 64), far, weight, 1e-5)
-assert torch.equal(added[3:], rms_norm(near, weight, 1e-5))
-print("all there")
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs address space that takes no memory")
-def test_blocks_and_rows_beyond_two_to_the_31_are_reached() -> None:
-    """An offset of 32 bits would end the process, or read what lies elsewhere."""
-    ran = run_python(FAR_AWAY)
-    assert ran.stdout == "all there\n", ran.stderr[-2000:]
-
-
 WITHOUT_TRITON = """
 import sys
 from importlib.machinery import PathFinder

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ops.bench.errors import BenchError
 
-TYPES: Final = ("F32", "F16", "Q8_0")
+TYPES: Final = ("F32", "F16", "Q8_0", "Q4_1")
 FOLDER: Final = "peers"
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from ops.bench import cli
@@ -41,6 +42,39 @@ def test_help_lists_each_measurement_and_each_has_help_of_its_own(capsys: pytest
     for name in names:
         assert main([name, "--help"]) == 0
         assert capsys.readouterr().out.startswith(f"Usage: pagemill bench {name} [OPTIONS]")
+
+
+def options_of(name: str | None) -> dict[str, dict[str, Any]]:
+    """What a measurement's options are, by their names; None is the comparison."""
+    found = cli.command if name is None else cli.command.get_command(click.Context(cli.command), name)
+    assert found is not None
+    return {param.opts[0]: param.to_info_dict() for param in found.params if isinstance(param, click.Option)}
+
+
+def test_whatever_starts_an_engine_takes_the_same_options_of_it() -> None:
+    """The same values, defaults and words. Quality compares on the CPU in float32; delivery takes the tokenizer."""
+    wanted = ("--model", "--load-format", "--dtype", "--quantization", "--device", "--num-threads", "--cache-dir")
+    comparison = options_of(None)
+    others = {name: options_of(name) for name in cli.PARTS if name not in ("quality", "delivery")}
+    starting = [name for name, options in others.items() if "--model" in options]
+    assert sorted(starting) == ["block-sizes", "modes", "rates", "steps"]
+    for name in starting:
+        assert {option: others[name].get(option) for option in wanted} == {each: comparison[each] for each in wanted}
+
+
+def test_rates_takes_whatever_the_comparison_takes_but_for_its_batches() -> None:
+    missing = options_of(None).keys() - options_of("rates").keys()
+    assert missing == {"--quick", "--batches", "--alternations", "--steps"}
+
+
+def test_every_measurement_can_write_its_result_to_a_file() -> None:
+    assert [name for name in cli.PARTS if "--json" not in options_of(name)] == ["tables", "plot"]
+
+
+def test_options_of_the_comparison_before_a_measurement_are_refused() -> None:
+    """They would change nothing."""
+    with pytest.raises(click.UsageError, match="--seed, --dtype would be ignored: options of `steps` stand behind it"):
+        main(["--seed", "1", "--dtype", "float32", "steps"])
 
 
 def test_each_alternation_begins_with_another_side() -> None:

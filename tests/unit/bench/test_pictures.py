@@ -10,7 +10,7 @@ import pytest
 from ops.bench.cli import main
 from ops.bench.errors import BenchError
 from ops.bench.pictures import INSTALL, Series, check_installed, draw_report, pictures_of
-from ops.bench.plot import merged, read_result
+from ops.bench.result_files import merged
 
 has_matplotlib = importlib.util.find_spec("matplotlib") is not None
 needs_matplotlib = pytest.mark.skipif(not has_matplotlib, reason="matplotlib (the extra `bench`) isn't installed")
@@ -91,11 +91,12 @@ def test_block_sizes_and_rates_show_their_figures() -> None:
     assert list(first.series[1].y) == pytest.approx([200.0, 900.0])
 
 
-def test_a_result_without_pictures_is_refused_by_its_name() -> None:
-    with pytest.raises(
-        BenchError, match="there are no pictures of 'pagemill delivery': use a JSON result of pagemill,"
-    ):
-        pictures_of({"bench": "pagemill delivery"})
+def test_a_picture_without_figures_is_left_out_and_a_result_without_any_refused() -> None:
+    """Replies of one token have no time between tokens."""
+    batch = {"batch": 1, "ours": figures(30.0, None), "peers": {}}
+    assert [each.name for each in pictures_of(COMPARISON | {"batches": [batch]})] == ["chat-throughput"]
+    with pytest.raises(BenchError, match="nothing to draw"):
+        pictures_of(COMPARISON | {"batches": []})
 
 
 @needs_matplotlib
@@ -121,23 +122,3 @@ def test_without_the_library_a_line_says_what_to_install(monkeypatch: pytest.Mon
         assert str(caught.value) == INSTALL
     with pytest.raises(BenchError, match="pip install 'pagemill"):
         main(["--svg", str(tmp_path), "--model", "/nowhere"])
-
-
-@pytest.mark.parametrize(
-    "text", ['{"bench": "pagemill"}', '{"bench": "pagemill", "workload": 1, "options": {}, "batches": []}']
-)
-def test_a_result_of_another_version_is_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "result.json"
-    path.write_text(text)
-    with pytest.raises(BenchError, match="measure again"):
-        read_result(path)
-
-
-@pytest.mark.parametrize("text", ["", "no JSON at all", "[1, 2]"])
-def test_a_file_that_ends_with_no_result_is_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "result.json"
-    path.write_text(text)
-    with pytest.raises(BenchError, match="doesn't end with a JSON object"):
-        main(["plot", str(path)])
-    with pytest.raises(BenchError, match="can't read /nowhere: No such file or directory"):
-        main(["plot", "/nowhere"])

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from kernels.quantized_linear import BYTES_PER_WEIGHT
+from kernels.int4_weights import INT4
+from kernels.weight_formats import INT8
 from ops.bench.errors import BenchError
-from ops.bench.options import itemsize_of, options_from
+from ops.bench.options import itemsizes_of, options_from
 from ops.bench.presets import PRESETS, TraceSlice, lengths_of
 from ops.bench.workload import Lengths, make_requests
 
@@ -109,4 +110,7 @@ def test_quantization_is_our_engine_s_alone_and_llama_cpp_s_weights_follow_it() 
     assert (plain.engine_config["quantization"], quantized.engine_config["quantization"]) == ("none", "int8")
     assert (plain.llamacpp_weights, quantized.llamacpp_weights) == ("F32", "Q8_0")
     assert options_from(values(quantization="int8", llamacpp_weights="F16")).llamacpp_weights == "F16"
-    assert (itemsize_of("none", "bfloat16"), itemsize_of("int8", "float32")) == (2, BYTES_PER_WEIGHT)
+    assert itemsizes_of("none", "bfloat16") == (2, 2)
+    assert itemsizes_of("int8", "float32") == (INT8.bytes_per_weight, INT8.bytes_per_weight)
+    assert itemsizes_of("int4", "float32") == (INT4.bytes_per_weight, INT8.bytes_per_weight)
+    assert options_from(values(quantization="int4")).llamacpp_weights == "Q4_1"

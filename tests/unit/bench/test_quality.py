@@ -3,15 +3,19 @@
 import json
 import math
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
 
+from kernels.int4_weights import INT4
+from kernels.quantized_linear import QuantizedLinear
 from model.decoder import Decoder
 from model.weights import random_weights
 from ops.bench.cli import main
 from ops.bench.errors import BenchError
 from ops.bench.quality import COLUMNS, compare
+from ops.bench.unrounded import UnroundedWeights
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from tests.unit.model_runner.driver import tiny_config
 
@@ -37,7 +41,9 @@ def test_another_model_differs_and_a_quantized_one_hardly() -> None:
     with torch.inference_mode():
         other = compare(decoder_of(1), decoder_of(2), IDS)
         quantized = compare(decoder_of(1), decoder_of(1, "int8"), IDS)
+        of_4_bits = compare(decoder_of(1), decoder_of(1, "int4"), IDS)
     assert 0 < quantized.kl_mean < quantized.kl_p99 <= quantized.kl_max < 0.01 < other.kl_mean
+    assert quantized.kl_mean < of_4_bits.kl_mean < 0.1 * other.kl_mean
     assert other.greedy_agreement < 0.5 < quantized.greedy_agreement
 
 
@@ -100,6 +106,31 @@ def test_a_cache_in_8_bits_is_judged_alone_or_with_the_weights(
 def test_a_comparison_of_float32_with_itself_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="nothing differs from float32: give --quantization, or --kv-cache-dtype"):
         main(["quality", "--model", str(tmp_path), "--quantization", "none"])
+    with pytest.raises(BenchError, match="give --quantization"):
+        main(
+            ["quality", "--model", str(tmp_path), "--quantization", "none", "--kv-cache-dtype", "fp8_e4m3", "--unround"]
+        )
+
+
+def test_a_file_of_4_bits_loses_nothing_by_int4_until_it_is_unrounded() -> None:
+    config = tiny_config()
+    rounded = {name: _with_4_bits(each) for name, each in random_weights(config, seed=1).items()}
+    unrounded = UnroundedWeights(rounded, "int4")
+    with torch.inference_mode():
+        as_it_is, moved = (
+            compare(Decoder(config, weights), Decoder(config, weights, quantization="int4"), IDS)
+            for weights in (MappingProxyType(rounded), unrounded)
+        )
+    assert as_it_is.kl_mean < 0.02 * moved.kl_mean
+    names = [name for name, each in rounded.items() if each.ndim == 2]
+    for name in names:
+        step = (rounded[name] - unrounded[name]).abs().max() / (rounded[name].max() - rounded[name].min())
+        assert 0 < step < 0.5 / (255 if "embed" in name else 15)
+        assert torch.equal(unrounded[name], unrounded[name])
+
+
+def _with_4_bits(tensor: torch.Tensor) -> torch.Tensor:
+    return QuantizedLinear(tensor, form=INT4).weight() if tensor.ndim == 2 else tensor
 
 
 def test_a_model_that_is_not_there_is_told(tmp_path: Path) -> None:
@@ -107,9 +138,13 @@ def test_a_model_that_is_not_there_is_told(tmp_path: Path) -> None:
         main(["quality", "--model", str(tmp_path / "nowhere"), "--num-threads", "1"])
 
 
-def test_int8_keeps_the_demo_models_predictions(demo_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On 2,000 tokens the divergence is 0.0003 and 98 % of the greedy tokens stay."""
-    assert main(["quality", "--model", str(demo_model_path), "--num-tokens", "150"]) == 0
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_the_demo_models_predictions_stay(
+    quantization: str, demo_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On 2,000 tokens the divergence is 0.0003 with both, since the file has 4 bits, and 98 % of greedy tokens stay."""
+    words = ["quality", "--model", str(demo_model_path), "--quantization", quantization, "--num-tokens", "150"]
+    assert main(words) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["kl_mean"] < 0.001
     assert report["greedy_agreement"] > 0.95

@@ -11,7 +11,7 @@ from ops.bench.arrivals import BURST, PATTERNS, POISSON, TRACE, arrivals_of
 from ops.bench.cli import main
 from ops.bench.errors import BenchError
 from ops.bench.rates import COLUMNS, summary_of
-from tests.tiny_checkpoint import write_tiny_checkpoint
+from tests.tiny_checkpoint import CONFIG
 from tests.unit.bench.made import ours_run
 
 RECORDED = [3.0, 3.0, 4.0, 8.0, 11.0]
@@ -54,29 +54,22 @@ def test_a_run_s_waiting_is_told_in_percentiles() -> None:
 
 
 def test_a_sweep_serves_the_same_requests_at_each_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_tiny_checkpoint(tmp_path / "tiny")
+    """Of random weights: a folder with a config.json is all that is needed."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     trace = tmp_path / "trace.csv"
     rows = "".join(f"2023-11-16 18:15:0{second}.0000000,100,30\n" for second in range(5))
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
-    words = [
-        "rates",
-        "--model",
-        folder,
-        "--cache-dir",
-        tmp_path,
-        "--num-threads",
-        1,
-        "--engine-mode",
-        "inprocess",
-        "--rates",
-        "10,40",
-    ]
+    words: list[object] = ["rates", "--model", tmp_path, "--load-format", "dummy", "--cache-dir", tmp_path]
+    words += ["--num-threads", 1, "--engine-mode", "inprocess", "--dtype", "float32", "--device", "cpu"]
+    words += ["--rates", "10,40"]
     words += ["--num-requests", 5, "--workload", "azure", "--trace", trace, "--arrivals", "trace"]
     assert main([str(word) for word in (*words, "--json", tmp_path / "rates.json")]) == 0
     lines = capsys.readouterr().out.splitlines()
     report = json.loads(lines[-1])
     assert json.loads((tmp_path / "rates.json").read_text()) == report
     assert lines[0].split("\t") == list(COLUMNS)
+    options = report["options"]
+    assert (options["load_format"], options["dtype"], options["device"]) == ("dummy", "float32", "cpu")
     assert [line.split("\t")[:2] for line in lines[1:-1]] == [["10", "pagemill"], ["40", "pagemill"]]
     assert main(["tables", str(tmp_path / "rates.json")]) == 0
     table = capsys.readouterr().out.splitlines()

@@ -21,8 +21,8 @@ def folder(tmp_path: Path) -> Path:
 def test_weights_of_a_step_are_all_but_norms(folder: Path) -> None:
     checkpoint = load_checkpoint(folder)
     matrices = sum(tensor.numel() for tensor in checkpoint.weights.values() if tensor.ndim == 2)
-    assert step_weight_bytes(checkpoint.config, 4) == 4 * matrices
-    assert step_weight_bytes(checkpoint.config, 4) == 4 * num_parameters(checkpoint.config)
+    assert step_weight_bytes(checkpoint.config, (4, 4)) == 4 * matrices
+    assert step_weight_bytes(checkpoint.config, (4, 4)) == 4 * num_parameters(checkpoint.config)
 
 
 def test_a_slot_is_keys_and_values_of_all_layers(folder: Path) -> None:

@@ -11,7 +11,8 @@ from model.model_runner import ModelRunner
 from model.staging import Staging
 from scheduler.sampling_params import SamplingParams
 from tests.tiny_checkpoint import write_tiny_checkpoint
-from tests.unit.model_runner.test_cuda_graphs import KeptCalls, PromptDevice
+from tests.unit.model_runner.late_device import PromptDevice
+from tests.unit.model_runner.test_cuda_graphs import KeptCalls
 from worker.engine import Engine
 from worker.llm import LLM
 

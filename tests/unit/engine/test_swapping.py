@@ -10,10 +10,13 @@ import pytest
 
 from model.kv_cache import KVCache
 from model.model_runner import ModelRunner
+from model.swap_copies import SwapCopies
 from scheduler.output import FinishReason, Transfer, TransferResult
 from scheduler.sampling_params import SamplingParams
 from scheduler.sequence import SequenceStatus
 from tests.tiny_checkpoint import write_tiny_checkpoint
+from tests.unit.model_runner.late_device import PromptDevice
+from tests.unit.model_runner.late_streams import late_streams
 from worker.engine import Engine, EngineRequest
 from worker.engine_builder import build_engine
 from worker.engine_config import EngineConfig, EngineInfo
@@ -121,6 +124,22 @@ def test_swapping_changes_no_token_and_recomputes_none(
     assert stats.num_preemptions_recompute == stats.num_recomputed_tokens == stats.num_damaged_blocks == 0
     assert stats.swapped_out_bytes == stats.num_swapped_out_blocks * info.kv_bytes_per_block > 0
     assert stats.num_used_cpu_blocks == 0
+
+
+@pytest.mark.parametrize("is_staging", [False, True])
+def test_copies_that_lag_behind_the_steps_change_no_token(
+    config: EngineConfig, requests: list[EngineRequest], undisturbed: dict[str, list[int]], is_staging: bool
+) -> None:
+    """On streams of their own, as with CUDA, which do nothing before somebody waits for them or polls."""
+    engine, _ = made(config)
+    cache = cache_of(engine)
+    assert cache.cpu_tier is not None
+    streams = late_streams(PromptDevice(), seed=4)
+    cache._copies = SwapCopies(cache.blocks, cache.cpu_tier, is_staging=is_staging, new_stream=streams)
+    assert served(engine, requests) == undisturbed
+    stats = engine.stats()
+    assert stats.num_preemptions_swap > 3
+    assert stats.num_recomputed_tokens == stats.num_damaged_blocks == stats.num_used_cpu_blocks == 0
 
 
 @pytest.mark.parametrize(("swap_step_mib", "max_blocks"), [(1e-6, 1), (3 * TINY_BLOCK_BYTES / 2**20, 3), (0.0, 16)])

@@ -55,3 +55,12 @@ class LateDevice:
         while self.num_done < number:
             self.todo[self.num_done]()
             self.num_done += 1
+
+
+class PromptDevice(LateDevice):
+    """Does at once what it is asked for, like the CPU."""
+
+    def launch(self, work: Callable[[], object]) -> None:
+        """See LateDevice."""
+        super().launch(work)
+        self.run_until(len(self.todo))

@@ -16,19 +16,10 @@ from model.model_runner import RunnerConfig
 from model.staging import Staging
 from model.weights import random_weights
 from tests.unit.model_runner.driver import Driver, random_prompt, tiny_config
-from tests.unit.model_runner.late_device import LateDevice
+from tests.unit.model_runner.late_device import PromptDevice
 
 CONFIG = tiny_config()
 SEED = 11
-
-
-class PromptDevice(LateDevice):
-    """Does at once what it is asked for, like the CPU."""
-
-    def launch(self, work: Callable[[], object]) -> None:
-        """See LateDevice."""
-        super().launch(work)
-        self.run_until(len(self.todo))
 
 
 @dataclass

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from model.decode_shapes import DecodeShape, DecodeShapes
 from model.input_batch import InputBatch
 from model.step_inputs import StepInputs
 from scheduler.output import Chunks, NewRow
@@ -92,3 +93,18 @@ def test_a_drawn_token_is_the_next_step_s_input() -> None:
     following = batch.prepare(make_chunks(("a", 3, 1, True), ("b", 3, 1, True)))
     assert following.input_ids.tolist() == [42, 0]
     assert following.slot_mapping.tolist() == [11, 3]
+
+
+class TooShort(DecodeShapes):
+    """Finds a shape that doesn't hold the longest sequence."""
+
+    def find(self, num_seqs: int, max_context_len: int) -> DecodeShape | None:
+        return DecodeShape(num_seqs, max_context_len - 1)
+
+
+def test_a_sequence_longer_than_what_its_step_is_padded_to_stops_the_step() -> None:
+    """A graph's launches are made for so many keys; on the device nobody looks."""
+    batch = InputBatch(2, 16, BLOCK_SIZE, torch.device("cpu"), shapes=TooShort((1, 2), (16,)))
+    batch.add(NewRow("a", (5, 6, 7), 3, SamplingParams(temperature=0), 0, (1,)))
+    with pytest.raises(AssertionError, match="3 tokens of a sequence pass the 2 of DecodeShape"):
+        batch.prepare(make_chunks(("a", 2, 1, True)))

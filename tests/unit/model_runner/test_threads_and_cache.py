@@ -90,6 +90,14 @@ def test_small_memory_is_all_there_when_it_was_taken(num_bytes: int) -> None:
     assert (tensor.data_ptr(), int(tensor[-1]), int(tensor.sum())) == (address, 7, 7)
 
 
+@pytest.mark.parametrize("num_bytes", [1, 300, MIB, 5 * MIB])
+def test_memory_begins_at_a_cache_line_and_is_zero(num_bytes: int) -> None:
+    """Else each vector of a key lies in two lines, and attention takes a third longer."""
+    tensor = allocate((num_bytes,), torch.uint8, CPU)
+    assert tensor.data_ptr() % (64 if num_bytes < 2 * MIB else 2 * MIB) == 0
+    assert (tensor.shape, int(tensor.count_nonzero())) == ((num_bytes,), 0)
+
+
 @on_linux
 def test_large_memory_comes_in_the_background_while_it_is_written_to() -> None:
     """What steps write meanwhile stays, wherever the pages come at that moment."""

@@ -1,0 +1,71 @@
+"""Weights of 4 bits: scale and minimum of a group by least squares, over a few ways to round it.
+
+With 15 steps between the least and the largest of 32 weights a step is wide, so it pays to look for better ones:
+
+- A range a little narrower than the group's, beyond which a few weights are cut, makes all other steps finer.
+- A group that had 4 bits before, and used less than 16 integers, lies on fewer steps: with just so many it comes back
+  as it was.
+
+Each way gives integers, and least squares the scale and minimum that suit them best.
+"""
+
+from typing import Final
+
+import torch
+
+from kernels.weight_formats import GROUP, WeightFormat, nearest_integers
+
+LIMIT: Final = 15
+# Steps that the range of a group is divided into. With more than LIMIT both ends are cut.
+NUM_STEPS: Final = (15.0, 14.0, 13.0, 12.0, 11.0, 10.0, 9.0, 8.0, 15.5, 16.0, 16.5, 17.0, 17.5, 18.0)
+# A squared error of 32 weights whose range is 1 that counts as none: rounding to 15 steps makes a hundred times it.
+NO_ERROR: Final = 1e-4
+# Groups that are looked at together: a few arrays of so many weights fit a core's L2 cache.
+GROUPS_AT_ONCE: Final = 2048
+
+
+def quantize_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As WeightFormat.quantize. The integers are the nearest for scales and minima as they are rounded."""
+    groups = weight.view(-1, GROUP)
+    fits = [_fit(piece.T.contiguous()) for piece in torch.split(groups, GROUPS_AT_ONCE)]
+    scales, minima = (torch.cat(parts) for parts in zip(*fits, strict=True))
+    integers = nearest_integers(groups, scales, minima, LIMIT)
+    num_rows = len(weight)
+    return integers.view(num_rows, -1, GROUP), scales.view(num_rows, -1), minima.view(num_rows, -1)
+
+
+def _fit(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and minima, float16 [n], of the groups in float32 [32, n]."""
+    least, most = x.aminmax(dim=0)
+    span = most - least
+    y = (x - least) / torch.where(span > 0, span, 1)
+    y_sum, y_squares = y.sum(0), y.square().sum(0)
+    best = torch.full_like(span, torch.inf)
+    scale, minimum = torch.zeros_like(span), torch.zeros_like(span)
+    for num_steps in NUM_STEPS:
+        cut = max(0.0, num_steps - LIMIT) / 2
+        integers = (y * num_steps - cut).round_().clamp_(0, LIMIT)
+        total, squares, products = integers.sum(0), integers.square().sum(0), (integers * y).sum(0)
+        variance = GROUP * squares - total.square()
+        slope = (GROUP * products - total * y_sum) / torch.where(variance > 0, variance, 1)
+        offset = (y_sum - slope * total) / GROUP
+        error = y_squares - offset * y_sum - slope * products
+        is_better = error < best
+        best, scale, minimum = (
+            torch.where(is_better, new, old) for new, old in ((error, best), (slope, scale), (offset, minimum))
+        )
+        if num_steps == NUM_STEPS[0] and x.device.type == "cpu" and bool((best < NO_ERROR).all()):
+            break  # a file of 4 bits whose groups use all 16 integers (off the CPU the host would wait for the answer)
+    scales, minima = (scale * span).half(), (minimum * span + least).half()
+    return torch.where(minima.isfinite(), scales, torch.nan), minima
+
+
+def _pack(integers: torch.Tensor) -> torch.Tensor:
+    return integers[:, :, ::2] | integers[:, :, 1::2] << 4
+
+
+def _unpack(vectors: torch.Tensor) -> torch.Tensor:
+    return torch.stack((vectors & 15, vectors >> 4), dim=3).flatten(2, 3)
+
+
+INT4: Final = WeightFormat("int4", 4, quantize_int4, _pack, _unpack, "int4_linear", None)
