@@ -1,6 +1,6 @@
-"""`pagemill bench quality`: what quantized weights change in a model's predictions of a fixed text.
+"""`pagemill bench quality`: what quantized weights, or a cache in 8 bits, change in predictions of a fixed text.
 
-The model with its own weights in float32 and the model with quantized ones read the same text, token by token as it
+The model in float32 and the model with what is judged read the same text, token by token as it
 stands (teacher forcing), and each position's two distributions over the vocabulary are compared.
 """
 
@@ -27,7 +27,6 @@ from ops.tables import print_table
 if TYPE_CHECKING:
     import torch
 
-    from model.config import ModelConfig
     from model.decoder import Decoder
 
     Tensor = torch.Tensor
@@ -37,7 +36,7 @@ WINDOW: Final = 1024
 # Positions whose logits exist at once.
 CHUNK: Final = 128
 BLOCK_SIZE: Final = 16
-COLUMNS: Final = ("weights", "perplexity", "KL mean", "KL p99", "KL max", "same greedy token")
+COLUMNS: Final = ("judged", "perplexity", "KL mean", "KL p99", "KL max", "same greedy token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,13 @@ class Quality:
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @model_option
 @click.option(
-    "--quantization", type=click.Choice(["int8", "int4"]), default="int8", help="Of the weights that are judged."
+    "--quantization",
+    type=click.Choice(["int8", "int4", "none"]),
+    default="int8",
+    help="Of the weights that are judged.",
+)
+@click.option(
+    "--kv-cache-dtype", type=click.Choice(["auto", "fp8_e4m3"]), default="auto", help="Of the KV cache that is judged."
 )
 @click.option(
     "--unround",
@@ -70,26 +75,33 @@ class Quality:
 def command(
     model: str,
     quantization: str,
+    kv_cache_dtype: str,
     unround: bool,
     num_tokens: int,
     num_threads: int | None,
     cache_dir: str | None,
     json_file: str | None,
 ) -> None:
-    """Compare quantized weights with float32 on 2,000 tokens of fixed text, on the CPU.
+    """Compare quantized weights, a KV cache in 8 bits, or both with float32 on 2,000 tokens of fixed text, on the CPU.
 
     KL divergence of the next token's distribution, how often the most likely token is the same one, and the perplexity
     of both. A table goes to stdout, one JSON object as its last line.
     """
+    if quantization == "none" and kv_cache_dtype == "auto":
+        raise BenchError("nothing differs from float32: give --quantization, or --kv-cache-dtype fp8_e4m3")
+    if quantization == "none" and unround:
+        raise BenchError("--unround moves weights by steps of their quantization: give --quantization")
     started = time.monotonic()
     folder = cache_folder(cache_dir)
     path = checkpoint_path(model, folder)
     ids = _text_ids(path, num_tokens)
-    quality = _measure(path, folder, ids, quantization, unround, num_threads)
+    quality = _measure(path, folder, ids, (quantization, kv_cache_dtype), unround, num_threads)
+    judged = [] if quantization == "none" else [quantization]
+    judged += [] if kv_cache_dtype == "auto" else [f"KV cache {kv_cache_dtype}"]
     rows = [
         ("float32", f"{quality.perplexity_float32:.3f}", "", "", "", ""),
         (
-            quantization,
+            ", ".join(judged),
             f"{quality.perplexity:.3f}",
             *(f"{value:.5f}" for value in (quality.kl_mean, quality.kl_p99, quality.kl_max)),
             f"{quality.greedy_agreement:.2%}",
@@ -101,6 +113,7 @@ def command(
         "machine": machine_facts(),
         "model": path.stem,
         "quantization": quantization,
+        "kv_cache_dtype": kv_cache_dtype,
         "is_unrounded": unround,
         "ids_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
         "window": WINDOW,
@@ -124,26 +137,28 @@ def _text_ids(path: Path, num_tokens: int) -> list[int]:
 
 
 def _measure(
-    path: Path, cache_dir: Path, ids: list[int], quantization: str, is_unrounded: bool, num_threads: int | None
+    path: Path, cache_dir: Path, ids: list[int], judged: tuple[str, str], is_unrounded: bool, num_threads: int | None
 ) -> Quality:
     import torch
 
     from model.decoder import Decoder
     from model.errors import ModelError
+    from model.kv_cache_dtype import pick_kv_dtype
     from model.loader import load_checkpoint
     from model.threads import set_num_threads
     from ops.bench.unrounded import UnroundedWeights
 
     set_num_threads(num_threads)
 
-    def load(kind: str) -> Decoder:
-        say(f"loading the model with quantization {kind}")
+    def load(kind: str, cache: str) -> Decoder:
+        say(f"loading the model with quantization {kind} and a KV cache of {cache}")
+        kv_dtype = pick_kv_dtype(cache, torch.float32, torch.device("cpu"))
         checkpoint = load_checkpoint(path, cache_dir=cache_dir)
-        weights = UnroundedWeights(checkpoint.weights, quantization) if is_unrounded else checkpoint.weights
-        return Decoder(checkpoint.config, weights, quantization=kind)
+        weights = UnroundedWeights(checkpoint.weights, judged[0]) if is_unrounded else checkpoint.weights
+        return Decoder(checkpoint.config, weights, quantization=kind, kv_dtype=kv_dtype)
 
     try:
-        plain, quantized = load("none"), load(quantization)
+        plain, quantized = load("none", "auto"), load(*judged)
     except ModelError as error:
         raise BenchError(str(error)) from error
     say(f"reading {len(ids)} tokens with both")
@@ -180,7 +195,7 @@ def _predictions(plain: "Decoder", quantized: "Decoder", ids: list[int]) -> "Ite
     window = min(WINDOW, plain.config.max_position_embeddings - 1)
     for start in range(0, len(ids) - 1, window):
         read = ids[start : start + window + 1]
-        caches = [_empty_cache(decoder.config, len(read)) for decoder in (plain, quantized)]
+        caches = [_empty_cache(decoder, len(read)) for decoder in (plain, quantized)]
         for first in range(0, len(read) - 1, CHUNK):
             piece = read[first : min(first + CHUNK, len(read) - 1)]
             log_p, log_q = (
@@ -190,11 +205,12 @@ def _predictions(plain: "Decoder", quantized: "Decoder", ids: list[int]) -> "Ite
             yield log_p, log_q, torch.tensor(read[first + 1 : first + 1 + len(piece)])
 
 
-def _empty_cache(config: "ModelConfig", num_tokens: int) -> "Tensor":
+def _empty_cache(decoder: "Decoder", num_tokens: int) -> "Tensor":
     import torch
 
-    num_blocks = -(-num_tokens // BLOCK_SIZE)
-    return torch.zeros(num_blocks, config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    config, num_blocks = decoder.config, -(-num_tokens // BLOCK_SIZE)
+    shape = (num_blocks, config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    return torch.zeros(shape, dtype=decoder.kv_dtype)
 
 
 def _logits(decoder: "Decoder", kv_cache: "Tensor", ids: list[int], first: int) -> "Tensor":

@@ -89,6 +89,29 @@ def test_the_command_prints_a_table_and_one_json_line(tmp_path: Path, capsys: py
     assert report["greedy_agreement"] > 0.8
 
 
+def test_a_cache_in_8_bits_is_judged_alone_or_with_the_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["quality", "--model", write_tiny_checkpoint(tmp_path), "--cache-dir", tmp_path, "--num-tokens", 100]
+    words += ["--num-threads", 1, "--kv-cache-dtype", "fp8_e4m3", "--quantization"]
+    divergences = []
+    for quantization, name in (("none", "KV cache fp8_e4m3"), ("int8", "int8, KV cache fp8_e4m3")):
+        assert main([str(word) for word in [*words, quantization]]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[2].split("\t")[0] == name
+        divergences.append(json.loads(lines[-1])["kl_mean"])
+    assert 0 < divergences[0] != divergences[1]
+
+
+def test_a_comparison_of_float32_with_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="nothing differs from float32: give --quantization, or --kv-cache-dtype"):
+        main(["quality", "--model", str(tmp_path), "--quantization", "none"])
+    with pytest.raises(BenchError, match="give --quantization"):
+        main(
+            ["quality", "--model", str(tmp_path), "--quantization", "none", "--kv-cache-dtype", "fp8_e4m3", "--unround"]
+        )
+
+
 def test_a_file_of_4_bits_loses_nothing_by_int4_until_it_is_unrounded() -> None:
     config = tiny_config()
     rounded = {name: _with_4_bits(each) for name, each in random_weights(config, seed=1).items()}

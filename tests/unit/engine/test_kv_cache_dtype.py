@@ -11,6 +11,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from kernels.attention_inputs import FP8
+from kernels.dispatch import implementation
 from model.errors import CorruptCheckpointError, UnsupportedCacheError
 from model.kv_cache import KVCache
 from model.kv_cache_dtype import pick_kv_dtype
@@ -20,6 +21,7 @@ from scheduler.output import BlockCopy, Transfer, TransferResult
 from scheduler.sampling_params import SamplingParams
 from tests.golden.swapped_runs import run_swapped
 from tests.golden.tiny_llama import build, weights_of
+from tests.kernel.triton_attention import needs_triton
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from tests.unit.model_runner.driver import Driver, random_prompt, tiny_config
 from worker.engine_builder import build_engine
@@ -185,6 +187,24 @@ def test_a_scale_that_can_not_be_is_named(scale: list[float]) -> None:
     weights = random_weights(config) | {"model.layers.0.self_attn.v_scale": torch.tensor(scale)}
     with pytest.raises(CorruptCheckpointError, match=r"layers\.0\.self_attn\.v_scale is .* one number above 0"):
         Driver(config, weights, kv_dtype=FP8)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("kv_dtype", "choice"), [(None, "attention=triton,rope_and_write=triton"), (FP8, "attention=triton")]
+)
+def test_triton_s_kernels_give_the_logits_of_torch_s_operators(kv_dtype: torch.dtype | None, choice: str) -> None:
+    """With windows that the text outgrows, and with scales. The interpreter rounds to FP8 wrongly: torch writes it."""
+    config = tiny_config(windows=(None, 9))
+    weights = random_weights(config) | {"model.layers.1.self_attn.k_scale": torch.tensor(0.5)}
+    logits = []
+    for kernels in ("torch", choice):
+        with implementation(kernels):
+            driver = Driver(config, weights, kv_dtype=kv_dtype)
+            sequences = [driver.add(f"s{n}", random_prompt(n, config.vocab_size, random.Random(n))) for n in (3, 17)]
+            driver.decode(2)
+        logits.append(torch.cat([torch.stack(sequence.logits) for sequence in sequences]))
+    assert float((logits[0] - logits[1]).abs().max()) < 1e-4
 
 
 def test_the_logits_are_those_of_a_model_whose_keys_and_values_are_rounded() -> None:

@@ -79,7 +79,7 @@ def held_bytes(decoder: Decoder) -> int:
             for each in value:
                 visit(each)
         elif type(value).__module__.startswith(("kernels.", "model.")) and not isinstance(
-            value, AttentionOptions | ModelConfig | WeightFormat
+            value, ModelConfig | AttentionOptions | WeightFormat
         ):
             for each in vars(value).values():
                 visit(each)
