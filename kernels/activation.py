@@ -22,7 +22,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if not takes_rows("silu_and_mul", gate_up, size):
         gate, up = gate_up.chunk(2, dim=1)
         return torch.nn.functional.silu(gate) * up
-    out = torch.empty((num_rows, size))
+    out = torch.empty(num_rows, size)
     num_threads = threads_for(12 * num_rows * size)
     rows_per_item = max(1, num_rows // (4 * num_threads))
     launch(

@@ -60,7 +60,7 @@ class PackedLinear:
 
     def _launch(self, x: torch.Tensor) -> torch.Tensor:
         num_rows, num_panels = x.shape[0], self._weight.shape[0]
-        out = torch.empty((num_rows, num_panels * LANES))
+        out = torch.empty(num_rows, num_panels * LANES)
         if num_rows == 0:
             return out[:, : self.out_features]
         panel_bytes = 4 * LANES * self.in_features

@@ -86,7 +86,7 @@ class QuantizedLinear:
         elif x.stride(1) != 1:
             x = x.contiguous()
         num_rows, num_panels = x.shape[0], self._num_panels
-        out = torch.empty((num_rows, num_panels * LANES))
+        out = torch.empty(num_rows, num_panels * LANES)
         if num_rows == 0:
             return out[:, : self.out_features]
         num_threads = threads_for(num_panels * self._panel_bytes * (1 + num_rows // 8))

@@ -70,7 +70,7 @@ def _launch_triton(x: torch.Tensor, residual: torch.Tensor | None, weight: torch
 def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     num_rows, hidden = x.shape
     weight = weight.contiguous()
-    out = torch.empty((num_rows, hidden))
+    out = torch.empty(num_rows, hidden)
     num_threads = threads_for(8 * num_rows * hidden)
     source, row = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0) * 4)
     rows_per_item = max(1, num_rows // (4 * num_threads))

@@ -141,8 +141,7 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and KV cache. `auto` is the checkpoint's own on CUDA and float32 on the CPU."""
     quantization: Literal["none", "int8", "int4"] = "none"
-    """Keep weights as `int8`: a quarter of the memory and faster on the CPU, with a small loss; or as `int4`: less than
-    a fifth, as exact for files that have 4 bits, with a large loss for others (docs/kernels.md)."""
+    """Keep weights as `int8`, or as `int4` if the file has 4 bits: less memory, faster on the CPU (docs/kernels.md)."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     """Number format of the KV cache alone: `fp8_e4m3` is 8 bits, on CUDA from capability 8.9 on (docs/model.md)."""
     max_model_len: int | None = Field(default=None, ge=8, json_schema_extra=_shown("the model's own, or what fits"))

@@ -1,4 +1,4 @@
-"""The register tile of quantized products: C[m, 16 n] = bias + X[m, K] · W[K, 16 n].
+"""The register tile of quantized products: C[m, 16] = bias + X[m, K] · W[K, 16], one panel of a weight.
 
     a panel of W, group after group of 32           a row of X
     ┌───────────┬───────────┬───────────────┐       ┌─────────────┬─────────────────┬─────────┐
@@ -51,9 +51,8 @@ QUADS_AT: Final = 2 * HALF_BYTES
 # Of a group of a row.
 X_GROUP_BYTES: Final = NUM_QUADS * QUAD_BYTES
 SUM_BYTES: Final = 4
-# How many groups ahead of its use a weight is asked for. The hardware foresees no further than a page of 4 KiB, in
-# which a tile of 8 rows computes as long as it takes to read the next one: without this it does first one, then the
-# other.
+# How many groups ahead of its use a weight is asked for. A tile of 8 rows computes on a group for about as long as it
+# takes to read one: without this it does first one, then the other.
 GROUPS_AHEAD: Final = 8
 # Rows whose integers stay in the L2 cache while one panel after the other passes over them.
 CHUNK_ROWS: Final = 64

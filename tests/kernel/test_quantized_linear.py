@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kernels import dispatch, reference
 from kernels.dispatch import implementation
@@ -52,6 +54,20 @@ def test_the_product_equals_the_twin_for_any_number_of_rows(
         for row, twin in zip(result, wanted[70 - num_rows :], strict=True):
             assert error(row, twin) < 1e-6, f"{num_rows} rows"
     assert layer(x[:0]).shape == (0, num_out)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(shape=st.tuples(st.integers(1, 70), st.integers(1, 130)), num_rows=st.integers(1, 20), data=st.data())
+def test_any_shape_gives_the_twin_s_product_and_each_row_its_own_bits(
+    shape: tuple[int, int], num_rows: int, data: st.DataObject, form: WeightFormat, kernels_in_use: str
+) -> None:
+    weight, x = matrix(*shape), matrix(num_rows, shape[1], seed=1)
+    layer = QuantizedLinear(weight.clone(), form=form)
+    result, wanted = layer(x), reference.quantized_linear(x, rounded(weight, form), None)
+    assert bool(((result - wanted).abs() <= 1e-6 * (x.abs() @ weight.abs().T)).all())
+    if kernels_in_use == "compiled":
+        row = data.draw(st.integers(0, num_rows - 1))
+        assert torch.equal(layer(x[row : row + 1])[0], result[row])
 
 
 def test_the_loss_against_the_float_product_is_below_a_percent_and_with_int4_below_a_tenth(form: WeightFormat) -> None:
@@ -219,6 +235,7 @@ for num_out, num_in, form in ((130, 576, INT8), (50, 70, INT8), (130, 576, INT4)
     digest.update(layer.rows(torch.arange(num_out)).numpy().tobytes())
 print(INSTRUCTION, digest.hexdigest())
 """
+COMPILE = "import sys; from kernels.cpu.build import address; address(sys.argv[1])"
 PROCESSORS = {
     "pairs512": ("skylake-avx512", "+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd"),
     "pairs256": ("haswell", "+avx,+avx2,+fma,+f16c"),
@@ -240,14 +257,32 @@ def test_code_for_another_processor_gives_the_same_bits(kernels_in_use: str, ins
     if missing := [feature for feature in features.split(",") if feature not in here]:
         pytest.skip(f"this processor has no {' '.join(missing)}")
 
-    def digest(**changes: str) -> list[str]:
-        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)} | changes
-        ran = subprocess.run(
-            [sys.executable, "-c", DIGEST], env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert ran.returncode == 0, ran.stderr
-        return ran.stdout.split()
-
-    other = digest(NUMBA_CPU_NAME=name, NUMBA_CPU_FEATURES=features)
+    other = output_of(tmp_path, DIGEST, NUMBA_CPU_NAME=name, NUMBA_CPU_FEATURES=features)
     assert other[0] == instruction
-    assert other[1] == digest()[1]
+    assert other[1] == output_of(tmp_path, DIGEST)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels_in_use", ["compiled"], indirect=True)
+def test_bodies_that_other_processes_have_compiled_don_t_mix_up_their_functions(
+    kernels_in_use: str, tmp_path: Path
+) -> None:
+    """Each is compiled by a process of its own, which numbers its functions from the same number on."""
+    assert kernels_in_use == "compiled"
+    for body in ("quantized_linear", "int4_linear"):
+        output_of(tmp_path / "apart", COMPILE, body)
+    assert output_of(tmp_path / "apart", DIGEST) == output_of(tmp_path / "together", DIGEST)
+
+
+def output_of(cache: Path, program: str, *words: str, **environment: str) -> list[str]:
+    """What a program prints, word by word; it keeps compiled code in `cache`."""
+    ran = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        env=os.environ | {"NUMBA_CACHE_DIR": str(cache)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.split()
