@@ -123,6 +123,8 @@ EXTREMES = [
 ]
 
 
+# NumPy, by which the interpreter computes, tells of infinities and of their quotients.
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 @pytest.mark.parametrize("size", [1.0, 1e-38, 3e38])
 def test_wishes_at_the_ends_of_what_numbers_hold_draw_what_the_twin_draws(size: float) -> None:
     """With logits near the ends themselves, among them none that is a number."""

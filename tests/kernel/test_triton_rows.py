@@ -229,6 +229,6 @@ def run_python(code: str, choice: str = "triton") -> subprocess.CompletedProcess
         env={"PATH": "", "TRITON_INTERPRET": "1", "PAGEMILL_KERNELS": choice, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
