@@ -42,7 +42,12 @@ class SizeRun:
 
 
 @click.command()
-@click.option("--sizes", type=NumberList(), default="8,16,32,64", help="Tokens in a block; 16 is compared with.")
+@click.option(
+    "--sizes",
+    type=NumberList(),
+    default="8,16,32,64",
+    help="Tokens in a block, one engine each; ratios are to that of 16.",
+)
 @click.option("--batch", type=COUNT, default=8, help="Sequences in flight at once.")
 @click.option("--num-requests", type=COUNT, default=16, help="Requests of a run.")
 @alternations_option

@@ -27,9 +27,9 @@ from ops.lazy_group import LazyGroup
 
 # Measurements with options of their own; each is a module ops.bench.NAME.
 PARTS: Final = {
-    "rates": "Latencies by the rate at which requests come, open loop: ours and the peers that take arrivals.",
-    "steps": "Single steps by the machine's limits: decode, prefill, attention, and where a step's time goes.",
-    "scheduler": "What deciding a step costs, without a model.",
+    "rates": "Latencies by the rate at which requests come, in bursts too, ours and the peers'.",
+    "steps": "Single steps of the engine: how near to the machine's limits, and where their time goes.",
+    "scheduler": "What the scheduler's decisions cost, without a model.",
     "modes": "Preemption modes on a trace, with a KV cache that is too small.",
     "quality": "What quantized weights change in the predictions of a fixed text.",
     "block-sizes": "The workload with blocks of 8, 16, 32 and 64 tokens.",
@@ -66,7 +66,7 @@ def command(ctx: click.Context, /, json_file: str | None, svg: str | None, **val
     process that sleeps while another runs. Tables go to stdout, and as its last line one JSON object with everything.
     Exit code 1: the first request's tokens are not those of `transformers`.
 
-    Workloads: mixed, short lognormal replies; chat, lognormal, prompts of 100 tokens and replies of 55 in the median;
+    --workload names the requests: mixed, short lognormal replies; chat, lognormal, prompts of 100 tokens and replies of 55 in the median;
     article, 50 tokens for a whole batch at a time; azure, lengths of a recorded trace; shared-prompt, one system prompt
     for all; long-context, prompts of 1,500 tokens. Bursts and rates: `pagemill bench rates`.
 

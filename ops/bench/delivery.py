@@ -99,7 +99,9 @@ def command(
     cache_dir: str | None,
     json_file: str | None,
 ) -> None:
-    """Measure picking up, streaming, renewing, what is left after many jobs, and a worker that is killed.
+    """Measure what the queue and the wire cost, without a model: picking jobs up, streaming replies, renewing leases.
+
+    Also what is left on the server after many jobs, and how long clients wait when their worker is killed.
 
     A table goes to stdout, and as its last line one JSON object with all figures.
     """

@@ -8,8 +8,9 @@ from typing import Any, Final
 
 import click
 
+from ops.bench.errors import BenchError
 from ops.bench.options import ITEMSIZES, LLAMACPP_WEIGHTS
-from ops.bench.peers.catalog import ALL, BY_NAME, NONE
+from ops.bench.peers.catalog import ALL, BY_NAME, NONE, check_names
 from ops.bench.peers.gguf_files import TYPES
 from ops.bench.pictures import check_installed
 from ops.bench.presets import PRESETS
@@ -38,6 +39,19 @@ class NameList(click.ParamType[tuple[str, ...]]):
         if not all(words):
             self.fail("use names with commas between them, like transformers,vllm", param, ctx)
         return tuple(dict.fromkeys(words))
+
+
+class PeerList(NameList):
+    """Names of peers with commas between them, or ALL, or NONE."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        """The names, in their order, each once."""
+        names = super().convert(value, param, ctx)
+        try:
+            check_names(names)
+        except BenchError as error:
+            self.fail(str(error), param, ctx)
+        return names
 
 
 class NumberList(click.ParamType[tuple[int, ...]]):
@@ -195,7 +209,7 @@ def peer_options(default: str) -> Decorator:
     names = f"{', '.join(BY_NAME)}; {ALL} that are installed, or {NONE}"
     return _together(
         click.option(
-            "--peers", type=NameList(), default=default, help=f"Whom to compare with, commas between: {names}."
+            "--peers", type=PeerList(), default=default, help=f"Whom to compare with, commas between: {names}."
         ),
         click.option(
             "--peer-python",

@@ -49,7 +49,12 @@ class ModeRuns:
 @click.option("--scale-lengths", type=ABOVE_0, default=0.01, help="Prompts and replies are so many times as long.")
 @click.option("--scale-replies", type=ABOVE_0, default=60.0, help="Replies alone are so many times as long as that.")
 @click.option("--max-num-seqs", type=COUNT, default=16, help="Most sequences that run at a time.")
-@click.option("--pool-share", type=ABOVE_0, default=0.35, help="KV pool, of what the largest of them need at once.")
+@click.option(
+    "--pool-share",
+    type=ABOVE_0,
+    default=0.35,
+    help="Size of the KV cache, as a share of what so many of the largest need at once.",
+)
 @alternations_option
 @engine_options
 @block_size_option

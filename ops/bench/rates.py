@@ -65,9 +65,9 @@ class Engine:
 @json_option
 @svg_option
 def command(json_file: str | None, svg: str | None, **values: Any) -> None:
-    """Offer requests at several rates, open loop, and tell how long they wait.
+    """Offer requests at several rates, and measure how long they wait.
 
-    A request comes when its time has come, whether the ones before it are done or not; beyond the rate that an engine
+    Open loop: a request comes when its time has come, whether the ones before it are done or not; beyond the rate that an engine
     can serve, waiting grows with the length of the run. Times count from a request's arrival: to its first token, from
     token to token, and to its last. Each engine gets the same requests at the same times, by turns.
     """

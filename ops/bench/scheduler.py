@@ -65,7 +65,9 @@ class PartRow:
 
 
 @click.command("scheduler")
-@click.option("--policies", help="Policies with a space between them.  [default: eight of them]")
+@click.option(
+    "--policies", help="Values of `pagemill serve --scheduling-policy`, with a space between them.  [default: eight]"
+)
 @click.option("--steps", type=COUNT, default=1000, help="Steps of each repetition.")
 @click.option("--repetitions", type=COUNT, default=3, help="Of each load, by turns.")
 @click.option("--seed", type=int, default=0, help="Decides lengths, tenants, priorities and deadlines.")

@@ -44,8 +44,10 @@ _FLAGS: Final = (
     click.option("--max-model-len", type=_COUNT, help="Most tokens of a request.  [default: those of the longest]"),
     click.option("--prefix-caching/--no-prefix-caching", default=True, help="Reuse blocks of equal prompt beginnings."),
     click.option("--scheduling-policy", type=PolicyParam(), default=DEFAULT_POLICY, help="Order of sequences."),
-    click.option("--scheduler-delay-factor", type=click.FloatRange(0, 100), default=0.0, help="As the worker's."),
-    click.option("--target-itl-ms", type=_ABOVE_0, help="As the worker's.  [default: no target]"),
+    click.option(
+        "--scheduler-delay-factor", type=click.FloatRange(0, 100), default=0.0, help="See `pagemill serve --help`."
+    ),
+    click.option("--target-itl-ms", type=_ABOVE_0, help="See `pagemill serve --help`.  [default: no target]"),
     click.option(
         "--preemption-mode",
         type=click.Choice([mode.value for mode in PreemptionMode]),
@@ -58,8 +60,8 @@ _FLAGS: Final = (
         help="Blocks of the CPU tier.  [default: none; what --pool-share found to be needed, or --num-blocks, where "
         "--preemption-mode is swap and with --compare-modes]",
     ),
-    click.option("--write-behind-mib", type=_MIB, default=16.0, help="As the worker's."),
-    click.option("--swap-step-mib", type=_MIB, help="As the worker's.  [default: 256, cpu: 64]"),
+    click.option("--write-behind-mib", type=_MIB, default=16.0, help="See `pagemill serve --help`."),
+    click.option("--swap-step-mib", type=_MIB, help="See `pagemill serve --help`.  [default: 256, cpu: 64]"),
 )
 
 
