@@ -66,9 +66,9 @@ def command(ctx: click.Context, /, json_file: str | None, svg: str | None, **val
     process that sleeps while another runs. Tables go to stdout, and as its last line one JSON object with everything.
     Exit code 1: the first request's tokens are not those of `transformers`.
 
-    --workload names the requests: mixed, short lognormal replies; chat, lognormal, prompts of 100 tokens and replies of 55 in the median;
-    article, 50 tokens for a whole batch at a time; azure, lengths of a recorded trace; shared-prompt, one system prompt
-    for all; long-context, prompts of 1,500 tokens. Bursts and rates: `pagemill bench rates`.
+    --workload names the requests: mixed, short lognormal replies; chat, lognormal, prompts of 100 tokens and replies of
+    55 in the median; article, 50 tokens for a whole batch at a time; azure, lengths of a recorded trace; shared-prompt,
+    one system prompt for all; long-context, prompts of 1,500 tokens. For bursts and rates see `pagemill bench rates`.
 
     `pagemill bench COMMAND --help` explains a measurement with options of its own.
     """

@@ -67,9 +67,9 @@ class Engine:
 def command(json_file: str | None, svg: str | None, **values: Any) -> None:
     """Offer requests at several rates, and measure how long they wait.
 
-    Open loop: a request comes when its time has come, whether the ones before it are done or not; beyond the rate that an engine
-    can serve, waiting grows with the length of the run. Times count from a request's arrival: to its first token, from
-    token to token, and to its last. Each engine gets the same requests at the same times, by turns.
+    Open loop: a request comes when its time has come, whether the ones before it are done or not; beyond the rate that
+    an engine can serve, waiting grows with the length of the run. Times count from a request's arrival: to its first
+    token, from token to token, and to its last. Each engine gets the same requests at the same times, by turns.
     """
     report = measure_rates(**values)
     _print(report)
