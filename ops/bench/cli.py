@@ -9,8 +9,7 @@ from click.core import ParameterSource
 
 from ops.bench.compare import run_bench
 from ops.bench.flags import (
-    COUNT,
-    NumberList,
+    NUMBERS,
     block_size_option,
     engine_mode_option,
     engine_options,
@@ -24,6 +23,7 @@ from ops.bench.presets import DEFAULT
 from ops.bench.report import print_report
 from ops.bench.result import publish
 from ops.lazy_group import LazyGroup
+from ops.params import COUNT
 
 # Measurements with options of their own; each is a module ops.bench.NAME.
 PARTS: Final = {
@@ -47,7 +47,7 @@ PARTS: Final = {
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
 )
 @click.option("--quick", is_flag=True, help="A small run, to see that everything works: its figures mean little.")
-@click.option("--batches", type=NumberList(), help="Sequences in flight at once, one run each.  [default: 1,8,32]")
+@click.option("--batches", type=NUMBERS, help="Sequences in flight at once, one run each.  [default: 1,8,32]")
 @click.option("--alternations", type=COUNT, help="Runs of each side at each batch.  [default: 3, quick: 1]")
 @click.option("--num-requests", type=COUNT, help="Requests at every batch.  [default: twice the batch, at least 8]")
 @workload_options(DEFAULT)

@@ -23,12 +23,13 @@ from ops.bench.delivery_cases import (
     measure_streaming,
     measure_takeover,
 )
-from ops.bench.flags import COUNT, cache_dir_option, json_option
+from ops.bench.flags import cache_dir_option, json_option
 from ops.bench.machine import machine_facts, warnings_of
 from ops.bench.measure import say
 from ops.bench.parts import cache_folder, checkpoint_path
 from ops.bench.result import publish
 from ops.bench.runs import percentile
+from ops.params import COUNT
 from ops.tables import print_table
 from worker.embedded import EmbeddedServer
 from worker.logs import configure_logging

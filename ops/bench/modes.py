@@ -10,7 +10,7 @@ from typing import Any, Final
 import click
 
 from ops.bench.errors import BenchError
-from ops.bench.flags import ABOVE_0, COUNT, alternations_option, block_size_option, engine_options, json_option
+from ops.bench.flags import alternations_option, block_size_option, engine_options, json_option
 from ops.bench.machine import machine_facts
 from ops.bench.measure import num_blocks_for, say
 from ops.bench.parts import by_turns, engine_config, start_engine
@@ -18,6 +18,7 @@ from ops.bench.result import publish
 from ops.bench.runs import spread
 from ops.bench.trace_run import TraceRun, TraceRunner
 from ops.bench.workload import Lengths, make_requests
+from ops.params import ABOVE_0, COUNT
 from ops.simulate.adapt import scaled, window
 from ops.simulate.traces import Trace, read_trace
 from ops.tables import print_table

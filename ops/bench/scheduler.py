@@ -18,11 +18,12 @@ from typing import Final
 import click
 
 from ops.bench.block_cases import BATCH, allocate_and_free_ns, lookup_ns
-from ops.bench.flags import COUNT, json_option
+from ops.bench.flags import json_option
 from ops.bench.measure import say
 from ops.bench.result import publish
 from ops.bench.runs import percentile
 from ops.bench.scheduler_load import POOLS, Pool, SteadyLoad, Times
+from ops.params import COUNT
 from ops.tables import print_table
 
 POLICIES: Final = (
