@@ -7,7 +7,6 @@ shapes of some well-known models lie in `presets/`, each a folder with its confi
 from pathlib import Path
 from typing import Final
 
-from model.checkpoint_files import CheckpointKind, checkpoint_kind
 from model.config import ModelConfig, config_from_directory
 from model.errors import ModelNotFoundError, UnsupportedModelError
 
@@ -42,6 +41,14 @@ def dummy_config(path: Path) -> ModelConfig:
 
     Raises ModelNotFoundError, CorruptCheckpointError or UnsupportedModelError.
     """
-    if checkpoint_kind(path) is CheckpointKind.GGUF:
-        raise UnsupportedModelError(f"load_format is dummy and {path} a GGUF file: name a folder with a config.json")
+    if path.is_file():
+        raise UnsupportedModelError(
+            f"load_format is dummy and {path} a file, not a folder: name one with a config.json, or one of "
+            f"{', '.join(preset_names())}"
+        )
+    if not (path / "config.json").is_file():
+        raise ModelNotFoundError(
+            f"load_format is dummy and there is no config.json in {path}: name a folder with one, or one of "
+            f"{', '.join(preset_names())}"
+        )
     return config_from_directory(path)

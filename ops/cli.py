@@ -16,7 +16,7 @@ import click
 from ops.lazy_group import LazyGroup
 from ops.output import OutputError, checked_output
 from ops.stopping import StopSignal, stops_by_signal
-from worker.errors import PagemillError
+from worker.errors import PagemillError, SettingsError
 
 # Shown by `pagemill --help`, those first that are needed first. The module of a command is ops.commands.NAME.
 COMMANDS = {
@@ -25,10 +25,10 @@ COMMANDS = {
     "cancel": "Cancel a job by its id.",
     "jobs": "Show the depth of each lane and what is running.",
     "workers": "Show the workers that serve a queue.",
-    "dead": "Show the dead letters of a queue.",
-    "pause": "Stop the taking of jobs from a queue; running ones finish.",
+    "dead": "Show the dead letters of a queue: jobs that were given up.",
+    "pause": "Have a queue's workers take no more jobs; running ones finish.",
     "resume": "Let a paused queue go on.",
-    "drain": "Stop one worker, as SIGTERM does.",
+    "drain": "Stop one worker; its running jobs finish first.",
     "acl": "Print the rights that a worker or a client needs on the server.",
     "redis": "Send one raw command to the server and print the answer.",
     "bench": "Measure the engine and its peers on this machine.",
@@ -51,7 +51,14 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show it.")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version and exit.",
+)
 @click.pass_context
 def pagemill(ctx: click.Context) -> None:
     """Language-model inference driven by a Redis queue.
@@ -100,12 +107,18 @@ def one_line(error: Exception) -> str:
     """What went wrong and what to do, in one line without secrets."""
     if isinstance(error, click.UsageError):
         where = error.ctx.command_path if error.ctx else "pagemill"
-        text = f"{error.format_message()} `{where} --help` shows what is accepted."
+        text = f"{_as_sentence(error.format_message())} `{where} --help` shows what is accepted."
+    elif isinstance(error, SettingsError):
+        text = f"{_as_sentence(str(error))} `pagemill serve --help` explains every setting."
     elif isinstance(error, PagemillError):
         text = str(error)
     else:
         text = f"{type(error).__name__}: {error} (PAGEMILL_DEBUG=1 shows where)"
     return " ".join(text.split())
+
+
+def _as_sentence(text: str) -> str:
+    return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
 if __name__ == "__main__":

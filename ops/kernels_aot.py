@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import click
 
+from ops.params import COUNT
 from ops.tables import print_table
 
 # Shared memory that one program may have, KiB, by compute capability: A100, L4 and RTX 4090, H100 and H200, B200.
@@ -104,7 +105,7 @@ def uncovered(rows: Sequence[Row]) -> list[str]:
     help="Compile for this compute capability, 10 * major + minor; may be repeated. Default: all.",
 )
 @click.option("--cases", "module", help="Compile the CASES of this module instead, for instance kernels.gpu.rows.")
-@click.option("--processes", default=2, show_default=True, type=click.IntRange(min=1), help="Compile in this many.")
+@click.option("--processes", default=2, show_default=True, type=COUNT, help="Compile in this many.")
 def main(capabilities: tuple[str, ...], module: str | None, processes: int) -> None:
     if find_spec("triton") is None:
         raise click.UsageError("needs triton, which the dev extra brings on Linux x86-64")

@@ -48,6 +48,10 @@ class StartupError(PagemillError):
     """The worker can't start; the message is one line that says what to do. The command exits with code 2."""
 
 
+class SettingsError(StartupError):
+    """Settings that can't be; the message names each where it was set and says what is accepted."""
+
+
 class JobError(PagemillError):
     """A job that ends in an `error` event. `message` says what to do; `details` is JSON-able."""
 

@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from scheduler.errors import InvalidConfigError
 from scheduler.policy_names import DEFAULT_POLICY, parse_policy
 from worker.engine_config import BLOCK_SIZES
-from worker.errors import StartupError
+from worker.errors import SettingsError
 from worker.lane_weights import DEFAULT_LANE_WEIGHTS, parse_lane_weights
 from worker.settings_words import ENV_PREFIX, env_name, problem_line
 
@@ -292,7 +292,7 @@ def shown_default(name: str) -> str:
 def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
     """The settings from `flags` (by field name; text as typed is fine), the environment and the defaults.
 
-    Raises StartupError: one line that names each bad value where it was set and says what is accepted.
+    Raises SettingsError: one line that names each bad value where it was set and says what is accepted.
     """
     flags = flags or {}
     try:
@@ -300,7 +300,7 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
     except ValidationError as error:
         details = error.errors(include_input=False, include_url=False)
         problems = [problem_line(detail, flags) for detail in details if detail["type"] != "default_factory_not_called"]
-        raise StartupError("; ".join(problems)) from None
+        raise SettingsError("; ".join(problems)) from None
 
 
 def misspelt_variables(environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:

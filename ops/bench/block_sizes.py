@@ -8,8 +8,7 @@ from typing import Any, Final
 import click
 
 from ops.bench.flags import (
-    COUNT,
-    NumberList,
+    NUMBERS,
     alternations_option,
     engine_options,
     json_option,
@@ -24,6 +23,7 @@ from ops.bench.presets import FULL
 from ops.bench.result import publish
 from ops.bench.runs import OursRun, percentile, spread
 from ops.bench.workload import BenchRequest, draw_lengths, make_requests, warm_up_lengths
+from ops.params import COUNT
 from ops.tables import print_table
 
 COLUMNS: Final = (
@@ -42,7 +42,12 @@ class SizeRun:
 
 
 @click.command()
-@click.option("--sizes", type=NumberList(), default="8,16,32,64", help="Tokens in a block; 16 is compared with.")
+@click.option(
+    "--sizes",
+    type=NUMBERS,
+    default="8,16,32,64",
+    help="Tokens in a block, one engine each; ratios are to that of 16.",
+)
 @click.option("--batch", type=COUNT, default=8, help="Sequences in flight at once.")
 @click.option("--num-requests", type=COUNT, default=16, help="Requests of a run.")
 @alternations_option

@@ -9,8 +9,7 @@ from click.core import ParameterSource
 
 from ops.bench.compare import run_bench
 from ops.bench.flags import (
-    COUNT,
-    NumberList,
+    NUMBERS,
     block_size_option,
     engine_mode_option,
     engine_options,
@@ -24,12 +23,13 @@ from ops.bench.presets import DEFAULT
 from ops.bench.report import print_report
 from ops.bench.result import publish
 from ops.lazy_group import LazyGroup
+from ops.params import COUNT
 
 # Measurements with options of their own; each is a module ops.bench.NAME.
 PARTS: Final = {
-    "rates": "Latencies by the rate at which requests come, open loop: ours and the peers that take arrivals.",
-    "steps": "Single steps by the machine's limits: decode, prefill, attention, and where a step's time goes.",
-    "scheduler": "What deciding a step costs, without a model.",
+    "rates": "Latencies by the rate at which requests come, in bursts too, ours and the peers'.",
+    "steps": "Single steps of the engine: how near to the machine's limits, and where their time goes.",
+    "scheduler": "What the scheduler's decisions cost, without a model.",
     "modes": "Preemption modes on a trace, with a KV cache that is too small.",
     "quality": "What quantized weights change in the predictions of a fixed text.",
     "block-sizes": "The workload with blocks of 8, 16, 32 and 64 tokens.",
@@ -47,7 +47,7 @@ PARTS: Final = {
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
 )
 @click.option("--quick", is_flag=True, help="A small run, to see that everything works: its figures mean little.")
-@click.option("--batches", type=NumberList(), help="Sequences in flight at once, one run each.  [default: 1,8,32]")
+@click.option("--batches", type=NUMBERS, help="Sequences in flight at once, one run each.  [default: 1,8,32]")
 @click.option("--alternations", type=COUNT, help="Runs of each side at each batch.  [default: 3, quick: 1]")
 @click.option("--num-requests", type=COUNT, help="Requests at every batch.  [default: twice the batch, at least 8]")
 @workload_options(DEFAULT)
@@ -66,9 +66,9 @@ def command(ctx: click.Context, /, json_file: str | None, svg: str | None, **val
     process that sleeps while another runs. Tables go to stdout, and as its last line one JSON object with everything.
     Exit code 1: the first request's tokens are not those of `transformers`.
 
-    Workloads: mixed, short lognormal replies; chat, lognormal, prompts of 100 tokens and replies of 55 in the median;
-    article, 50 tokens for a whole batch at a time; azure, lengths of a recorded trace; shared-prompt, one system prompt
-    for all; long-context, prompts of 1,500 tokens. Bursts and rates: `pagemill bench rates`.
+    --workload names the requests: mixed, short lognormal replies; chat, lognormal, prompts of 100 tokens and replies of
+    55 in the median; article, 50 tokens for a whole batch at a time; azure, lengths of a recorded trace; shared-prompt,
+    one system prompt for all; long-context, prompts of 1,500 tokens. For bursts and rates see `pagemill bench rates`.
 
     `pagemill bench COMMAND --help` explains a measurement with options of its own.
     """

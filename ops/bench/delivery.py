@@ -23,12 +23,13 @@ from ops.bench.delivery_cases import (
     measure_streaming,
     measure_takeover,
 )
-from ops.bench.flags import COUNT, cache_dir_option, json_option
+from ops.bench.flags import cache_dir_option, json_option
 from ops.bench.machine import machine_facts, warnings_of
 from ops.bench.measure import say
 from ops.bench.parts import cache_folder, checkpoint_path
 from ops.bench.result import publish
 from ops.bench.runs import percentile
+from ops.params import COUNT
 from ops.tables import print_table
 from worker.embedded import EmbeddedServer
 from worker.logs import configure_logging
@@ -99,7 +100,9 @@ def command(
     cache_dir: str | None,
     json_file: str | None,
 ) -> None:
-    """Measure picking up, streaming, renewing, what is left after many jobs, and a worker that is killed.
+    """Measure what the queue and the wire cost, without a model: picking jobs up, streaming replies, renewing leases.
+
+    Also what is left on the server after many jobs, and how long clients wait when their worker is killed.
 
     A table goes to stdout, and as its last line one JSON object with all figures.
     """

@@ -8,69 +8,41 @@ from typing import Any, Final
 
 import click
 
+from ops.bench.errors import BenchError
 from ops.bench.options import ITEMSIZES, LLAMACPP_WEIGHTS
-from ops.bench.peers.catalog import ALL, BY_NAME, NONE
+from ops.bench.peers.catalog import ALL, BY_NAME, NONE, check_names
 from ops.bench.peers.gguf_files import TYPES
 from ops.bench.pictures import check_installed
 from ops.bench.presets import PRESETS
+from ops.params import ABOVE_0, COUNT, CommaList, number_up_to, read_count, read_name
 from worker.engine_config import BLOCK_SIZES
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 
 CACHE_VARIABLE: Final = "PAGEMILL_CACHE_DIR"
-COUNT: Final = click.IntRange(min=1)
-ABOVE_0: Final = click.FloatRange(min=0, min_open=True)
 _MEAN: Final = click.FloatRange(min=1)
 _SIGMA: Final = click.FloatRange(min=0, max=3)
 
 
-class NameList(click.ParamType[tuple[str, ...]]):
-    """Names with commas between them."""
+NUMBERS: Final = CommaList("numbers", read_count, "use whole numbers from 1 with commas between them, like 1,8,32")
+RATES: Final = CommaList("rates", number_up_to(math.inf), "use numbers above 0 with commas between them, like 0.5,1,2")
 
-    name = "names"
+
+class PeerList(CommaList[str]):
+    """Names of peers with commas between them, or ALL, or NONE."""
+
+    def __init__(self) -> None:
+        super().__init__("names", read_name, "use names with commas between them, like transformers,vllm")
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
         """The names, in their order, each once."""
-        if isinstance(value, tuple):
-            return value
-        words = [word.strip() for word in str(value).split(",")]
-        if not all(words):
-            self.fail("use names with commas between them, like transformers,vllm", param, ctx)
-        return tuple(dict.fromkeys(words))
-
-
-class NumberList(click.ParamType[tuple[int, ...]]):
-    """Whole numbers from 1 with commas between them."""
-
-    name = "numbers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """The numbers, in their order, each once."""
-        if isinstance(value, tuple):
-            return value
-        words = [word.strip() for word in str(value).split(",")]
-        if not all(word.isdecimal() and int(word) >= 1 for word in words):
-            self.fail("use whole numbers from 1 with commas between them, like 1,8,32", param, ctx)
-        return tuple(dict.fromkeys(int(word) for word in words))
-
-
-class RateList(click.ParamType[tuple[float, ...]]):
-    """Numbers above 0 with commas between them."""
-
-    name = "rates"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        """The numbers, in their order, each once."""
-        if isinstance(value, tuple):
-            return value
+        names = super().convert(value, param, ctx)
         try:
-            rates = [float(word) for word in str(value).split(",")]
-        except ValueError:
-            rates = []
-        if not rates or not all(0 < rate < math.inf for rate in rates):
-            self.fail("use numbers above 0 with commas between them, like 0.5,1,2", param, ctx)
-        return tuple(dict.fromkeys(rates))
+            check_names(names)
+        except BenchError as error:
+            self.fail(str(error), param, ctx)
+        return names
 
 
 def _together(*options: Decorator) -> Decorator:
@@ -195,7 +167,7 @@ def peer_options(default: str) -> Decorator:
     names = f"{', '.join(BY_NAME)}; {ALL} that are installed, or {NONE}"
     return _together(
         click.option(
-            "--peers", type=NameList(), default=default, help=f"Whom to compare with, commas between: {names}."
+            "--peers", type=PeerList(), default=default, help=f"Whom to compare with, commas between: {names}."
         ),
         click.option(
             "--peer-python",

@@ -10,7 +10,7 @@ from typing import Any, Final
 import click
 
 from ops.bench.errors import BenchError
-from ops.bench.flags import ABOVE_0, COUNT, alternations_option, block_size_option, engine_options, json_option
+from ops.bench.flags import alternations_option, block_size_option, engine_options, json_option
 from ops.bench.machine import machine_facts
 from ops.bench.measure import num_blocks_for, say
 from ops.bench.parts import by_turns, engine_config, start_engine
@@ -18,6 +18,7 @@ from ops.bench.result import publish
 from ops.bench.runs import spread
 from ops.bench.trace_run import TraceRun, TraceRunner
 from ops.bench.workload import Lengths, make_requests
+from ops.params import ABOVE_0, COUNT
 from ops.simulate.adapt import scaled, window
 from ops.simulate.traces import Trace, read_trace
 from ops.tables import print_table
@@ -49,7 +50,12 @@ class ModeRuns:
 @click.option("--scale-lengths", type=ABOVE_0, default=0.01, help="Prompts and replies are so many times as long.")
 @click.option("--scale-replies", type=ABOVE_0, default=60.0, help="Replies alone are so many times as long as that.")
 @click.option("--max-num-seqs", type=COUNT, default=16, help="Most sequences that run at a time.")
-@click.option("--pool-share", type=ABOVE_0, default=0.35, help="KV pool, of what the largest of them need at once.")
+@click.option(
+    "--pool-share",
+    type=ABOVE_0,
+    default=0.35,
+    help="Size of the KV cache, as a share of what so many of the largest need at once.",
+)
 @alternations_option
 @engine_options
 @block_size_option

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from ops.bench.errors import BenchError
-from ops.bench.flags import COUNT, cache_dir_option, json_option, model_option, num_threads_option
+from ops.bench.flags import cache_dir_option, json_option, model_option, num_threads_option
 from ops.bench.machine import machine_facts
 from ops.bench.measure import say
 from ops.bench.parts import cache_folder, checkpoint_path
 from ops.bench.quality_text import TEXT
 from ops.bench.result import publish
+from ops.params import COUNT
 from ops.tables import print_table
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from ops.bench.arrivals import BURST, PATTERNS, POISSON, TRACE, arrivals_of
 from ops.bench.compare import check_fit, read_config
 from ops.bench.errors import BenchError
 from ops.bench.flags import (
-    COUNT,
-    RateList,
+    RATES,
     block_size_option,
     engine_mode_option,
     engine_options,
@@ -34,6 +33,7 @@ from ops.bench.side import Side
 from ops.bench.standing import find_wanted_peers, start_ours, start_peer
 from ops.bench.summary import percentiles
 from ops.bench.workload import BenchRequest, Lengths, make_requests, warm_up_lengths
+from ops.params import COUNT
 from ops.tables import print_table
 
 OURS: Final = "pagemill"
@@ -52,7 +52,7 @@ class Engine:
 
 
 @click.command()
-@click.option("--rates", type=RateList(), default="0.5,1,2,4", help="Requests offered a second, one run each.")
+@click.option("--rates", type=RATES, default="0.5,1,2,4", help="Requests offered a second, one run each.")
 @click.option("--arrivals", type=click.Choice(PATTERNS), default=POISSON, help="How they come; trace: as recorded.")
 @click.option("--burst-size", type=COUNT, default=8, help="Requests at once of --arrivals burst.")
 @click.option("--num-requests", type=COUNT, default=32, help="Requests of a run.")
@@ -65,11 +65,11 @@ class Engine:
 @json_option
 @svg_option
 def command(json_file: str | None, svg: str | None, **values: Any) -> None:
-    """Offer requests at several rates, open loop, and tell how long they wait.
+    """Offer requests at several rates, and measure how long they wait.
 
-    A request comes when its time has come, whether the ones before it are done or not; beyond the rate that an engine
-    can serve, waiting grows with the length of the run. Times count from a request's arrival: to its first token, from
-    token to token, and to its last. Each engine gets the same requests at the same times, by turns.
+    Open loop: a request comes when its time has come, whether the ones before it are done or not; beyond the rate that
+    an engine can serve, waiting grows with the length of the run. Times count from a request's arrival: to its first
+    token, from token to token, and to its last. Each engine gets the same requests at the same times, by turns.
     """
     report = measure_rates(**values)
     _print(report)

@@ -18,11 +18,12 @@ from typing import Final
 import click
 
 from ops.bench.block_cases import BATCH, allocate_and_free_ns, lookup_ns
-from ops.bench.flags import COUNT, json_option
+from ops.bench.flags import json_option
 from ops.bench.measure import say
 from ops.bench.result import publish
 from ops.bench.runs import percentile
 from ops.bench.scheduler_load import POOLS, Pool, SteadyLoad, Times
+from ops.params import COUNT
 from ops.tables import print_table
 
 POLICIES: Final = (
@@ -65,7 +66,9 @@ class PartRow:
 
 
 @click.command("scheduler")
-@click.option("--policies", help="Policies with a space between them.  [default: eight of them]")
+@click.option(
+    "--policies", help="Values of `pagemill serve --scheduling-policy`, with a space between them.  [default: eight]"
+)
 @click.option("--steps", type=COUNT, default=1000, help="Steps of each repetition.")
 @click.option("--repetitions", type=COUNT, default=3, help="Of each load, by turns.")
 @click.option("--seed", type=int, default=0, help="Decides lengths, tenants, priorities and deadlines.")

@@ -9,7 +9,9 @@ from worker.client import Client
 
 @click.command()
 @server_options
-@click.option("--reason", default="cancelled by an operator", show_default=True, help="Kept with the mark.")
+@click.option(
+    "--reason", default="cancelled by an operator", show_default=True, help="Told to who waits for the reply."
+)
 @click.argument("job_id")
 @click.pass_context
 def command(

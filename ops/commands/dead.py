@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from ops.params import COUNT
 from ops.server import client_settings, find_server, run_on_link, server_options
 from ops.tables import print_table
 from worker.errors import StartupError
@@ -17,7 +18,7 @@ _FIELDS = (b"id", b"error", b"deliveries", b"workers", b"source_id")
 
 @click.command()
 @server_options
-@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Most dead letters to list.")
+@click.option("--limit", type=COUNT, default=50, show_default=True, help="Most dead letters to list.")
 @click.argument("entry_id", required=False)
 def command(queue: str | None, redis_url: str | None, data_dir: str | None, limit: int, entry_id: str | None) -> None:
     """Show the newest dead letters, or all fields of the one whose ENTRY_ID the list shows."""

@@ -13,7 +13,7 @@ from worker.streams.keys import QueueKeys
 @server_options
 @click.argument("worker_id")
 def command(queue: str | None, redis_url: str | None, data_dir: str | None, worker_id: str) -> None:
-    """Stop the worker WORKER_ID, as SIGTERM does.
+    """Stop the worker WORKER_ID, which `pagemill workers` shows, as SIGTERM does.
 
     It takes no more jobs, lets those that run finish within its grace period, hands over what is left, and ends.
     """

@@ -11,7 +11,6 @@ from ops.server import client_settings, find_server, run_on_link, server_options
 from ops.streamed_text import print_reply
 from ops.utf8 import as_utf8, decode_utf8
 from worker.client import AsyncClient, Prompt
-from worker.errors import StartupError
 from worker.reply_events import Reply
 
 
@@ -22,7 +21,13 @@ from worker.reply_events import Reply
 @click.option("--max-tokens", type=int, help="Most tokens of the reply. [default: what is left of the context]")
 @click.option("--temperature", type=float, help="0 takes the likeliest token each time.")
 @click.option("--seed", type=int, help="The same seed gives the same reply.")
-@click.option("--lane", type=click.Choice(["high", "normal", "low"]), default="normal", show_default=True)
+@click.option(
+    "--lane",
+    type=click.Choice(["high", "normal", "low"]),
+    default="normal",
+    show_default=True,
+    help="Of these `high` is served first.",
+)
 @click.option("--id", "job_id", help="The job's id. [default: a random one]")
 @click.option("--field", "pairs", multiple=True, metavar="NAME=VALUE", help="Any other field of the job; repeatable.")
 @click.argument("text")
@@ -98,8 +103,8 @@ def _extra_fields(pairs: tuple[str, ...]) -> dict[str, str]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not name or not equals:
-            raise StartupError(f"--field {pair!r}: use NAME=VALUE, like --field top_p=0.9")
+            raise click.UsageError(f"--field {pair!r}: use NAME=VALUE, like --field top_p=0.9.")
         if name in OWN_OPTIONS:
-            raise StartupError(f"--field {pair!r}: {name} is set by {OWN_OPTIONS[name]}")
+            raise click.UsageError(f"--field {pair!r}: {name} is set by {OWN_OPTIONS[name]}.")
         fields[name] = value
     return fields

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from ops.params import COUNT
 from ops.queue_control import is_paused, is_served
 from ops.server import client_settings, find_server, run_on_link, server_options
 from ops.tables import age, print_queues_table
@@ -20,7 +21,7 @@ _FIELDS = ("status", "worker", "attempt", "crashes", "tenant", "entry")
 
 @click.command()
 @server_options
-@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Most unfinished jobs to list.")
+@click.option("--limit", type=COUNT, default=50, show_default=True, help="Most unfinished jobs to list.")
 def command(queue: str | None, redis_url: str | None, data_dir: str | None, limit: int) -> None:
     """Show the depth of each lane, the jobs that run, and how many ended how, for each queue."""
     settings = client_settings(queue, redis_url, data_dir, takes_several=True)

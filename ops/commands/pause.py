@@ -9,7 +9,7 @@ from ops.server import client_settings, find_server, run_on_link, server_options
 @click.command()
 @server_options
 def command(queue: str | None, redis_url: str | None, data_dir: str | None) -> None:
-    """Stop the taking of jobs from a queue, by all its workers, until `pagemill resume`.
+    """Have all workers of a queue take no more jobs from it, until `pagemill resume`.
 
     Running jobs finish. What waits stays; jobs that are overdue or called off are ended all the same.
     """

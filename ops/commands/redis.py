@@ -30,6 +30,8 @@ def command(
     pagemill redis XADD 'pagemill:{smollm2}:jobs:normal' '*' id haiku-1 prompt 'A haiku:'
     pagemill redis XREAD BLOCK 4000 STREAMS 'pagemill:{smollm2}:reply:haiku-1' 0-0
     """
+    if words[0].startswith("-"):
+        raise click.NoSuchOption(words[0], ctx=ctx)
     url = find_server(client_settings(redis_url=redis_url, data_dir=data_dir, takes_several=True))
     with clear_connection_errors(url):
         answer = _call(url, words)

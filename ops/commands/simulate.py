@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 import click
 
+from ops.params import ABOVE_0, COUNT, CommaList, number_up_to
 from ops.progress import progress_reporter
 from ops.simulate.adapt import scaled, window, with_burst
 from ops.simulate.burst import recovery
@@ -24,51 +25,34 @@ from ops.simulate.report import prefix_summary, print_comparison, print_prefix, 
 from ops.simulate.runs import EngineSizes, Progress, needed_blocks, share_of_need, simulate, trace_facts
 from ops.simulate.traces import HASH_BLOCK_TOKENS, Trace, read_trace
 
-_COUNT = click.IntRange(min=1)
-_ABOVE_0 = click.FloatRange(min=0, min_open=True)
-
-
-class Percents(click.ParamType[tuple[float, ...]]):
-    """Numbers above 0 with commas between them."""
-
-    name = "numbers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        """The numbers, in their order, each once."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            percents = tuple(dict.fromkeys(float(word) for word in str(value).split(",")))
-        except ValueError:
-            percents = ()
-        if not percents or not all(0 < percent <= 1000 for percent in percents):
-            self.fail("use numbers above 0 and up to 1000 with commas between them, like 5,10,25", param, ctx)
-        return percents
+PERCENTS: Final = CommaList(
+    "numbers", number_up_to(1000), "use numbers above 0 and up to 1000 with commas between them, like 5,10,25"
+)
 
 
 @click.command(context_settings={"show_default": True})
 @click.argument("trace", type=click.Path(path_type=Path))
 @click.option("--preset", type=click.Choice(list(PRESETS)), default="8b-h100", help="Model and machine to simulate.")
-@click.option("--requests", "num_requests", type=_COUNT, help="So many requests in a row.  [default: all]")
+@click.option("--requests", "num_requests", type=COUNT, help="So many requests in a row.  [default: all]")
 @click.option("--seed", type=int, help="Draws where --requests begin.  [default: at the trace's begin]")
-@click.option("--speed-up", type=_ABOVE_0, default=1.0, help="Requests arrive so many times as fast.")
-@click.option("--scale-lengths", type=_ABOVE_0, default=1.0, help="Prompts and replies are so many times as long.")
-@click.option("--scale-replies", type=_ABOVE_0, default=1.0, help="Replies alone are so many times as long as that.")
-@click.option("--burst", type=_COUNT, help="So many requests, from the middle on, arrive at once.")
+@click.option("--speed-up", type=ABOVE_0, default=1.0, help="Requests arrive so many times as fast.")
+@click.option("--scale-lengths", type=ABOVE_0, default=1.0, help="Prompts and replies are so many times as long.")
+@click.option("--scale-replies", type=ABOVE_0, default=1.0, help="Replies alone are so many times as long as that.")
+@click.option("--burst", type=COUNT, help="So many requests, from the middle on, arrive at once.")
 @engine_flags
-@click.option("--params-b", type=_ABOVE_0, help="Weights that a token is multiplied with, in billions.")
-@click.option("--weights-gb", type=_ABOVE_0, help="Gigabytes of weights that a step reads.")
-@click.option("--kv-kib", type=_ABOVE_0, help="KiB of keys and values of a token.")
-@click.option("--attention-mflop", type=_ABOVE_0, help="MFLOP of a token's attention to one other.")
-@click.option("--bandwidth-gb-s", type=_ABOVE_0, help="GB/s read from the device's memory.")
-@click.option("--compute-tflops", type=_ABOVE_0, help="TFLOP/s achieved.")
-@click.option("--link-gb-s", type=_ABOVE_0, help="GB/s each way between the KV tiers.")
+@click.option("--params-b", type=ABOVE_0, help="Weights that a token is multiplied with, in billions.")
+@click.option("--weights-gb", type=ABOVE_0, help="Gigabytes of weights that a step reads.")
+@click.option("--kv-kib", type=ABOVE_0, help="KiB of keys and values of a token.")
+@click.option("--attention-mflop", type=ABOVE_0, help="MFLOP of a token's attention to one other.")
+@click.option("--bandwidth-gb-s", type=ABOVE_0, help="GB/s read from the device's memory.")
+@click.option("--compute-tflops", type=ABOVE_0, help="TFLOP/s achieved.")
+@click.option("--link-gb-s", type=ABOVE_0, help="GB/s each way between the KV tiers.")
 @click.option("--overhead-ms", type=click.FloatRange(min=0), help="Milliseconds added to each step.")
 @click.option("--compare-modes", is_flag=True, help="Run swap, recompute and auto, and say how well auto chooses.")
 @click.option("--chrome-trace", type=click.Path(dir_okay=False, path_type=Path), help="Write steps and requests here.")
 @click.option("--prefix-only", is_flag=True, help="Only the prefix cache, without time, beside a plain LRU.")
 @click.option(
-    "--sizes", type=Percents(), default="5,10,25,50,100", help="Sizes of --prefix-only, in % of distinct blocks."
+    "--sizes", type=PERCENTS, default="5,10,25,50,100", help="Sizes of --prefix-only, in % of distinct blocks."
 )
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON object here, too."

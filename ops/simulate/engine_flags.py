@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import click
 
+from ops.params import ABOVE_0, COUNT
 from ops.simulate.presets import KIB, PRESETS, num_blocks_of
 from ops.simulate.runs import EngineSizes
 from scheduler import PreemptionMode
@@ -13,9 +14,7 @@ from scheduler.policy_names import DEFAULT_POLICY, parse_policy
 
 DEFAULT_BLOCK_SIZE: Final = 16
 
-_COUNT = click.IntRange(min=1)
 _FROM_0 = click.IntRange(min=0)
-_ABOVE_0 = click.FloatRange(min=0, min_open=True)
 _MIB = click.FloatRange(min=0)
 
 
@@ -34,18 +33,20 @@ class PolicyParam(click.ParamType[str]):
 
 
 _FLAGS: Final = (
-    click.option("--num-blocks", type=_COUNT, help="KV pool in blocks.  [default: what the preset's memory holds]"),
+    click.option("--num-blocks", type=COUNT, help="KV pool in blocks.  [default: what the preset's memory holds]"),
     click.option(
-        "--pool-share", type=_ABOVE_0, help="KV pool as a share of what the trace needs, found by a run before."
+        "--pool-share", type=ABOVE_0, help="KV pool as a share of what the trace needs, found by a run before."
     ),
-    click.option("--block-size", type=_COUNT, help="Tokens in a block.  [default: 16; 512 with --prefix-only]"),
-    click.option("--max-num-seqs", type=_COUNT, default=128, help="Most sequences that run at a time."),
-    click.option("--max-num-batched-tokens", type=_COUNT, help="Token budget of a step.  [default: 6144, cpu: 512]"),
-    click.option("--max-model-len", type=_COUNT, help="Most tokens of a request.  [default: those of the longest]"),
+    click.option("--block-size", type=COUNT, help="Tokens in a block.  [default: 16; 512 with --prefix-only]"),
+    click.option("--max-num-seqs", type=COUNT, default=128, help="Most sequences that run at a time."),
+    click.option("--max-num-batched-tokens", type=COUNT, help="Token budget of a step.  [default: 6144, cpu: 512]"),
+    click.option("--max-model-len", type=COUNT, help="Most tokens of a request.  [default: those of the longest]"),
     click.option("--prefix-caching/--no-prefix-caching", default=True, help="Reuse blocks of equal prompt beginnings."),
     click.option("--scheduling-policy", type=PolicyParam(), default=DEFAULT_POLICY, help="Order of sequences."),
-    click.option("--scheduler-delay-factor", type=click.FloatRange(0, 100), default=0.0, help="As the worker's."),
-    click.option("--target-itl-ms", type=_ABOVE_0, help="As the worker's.  [default: no target]"),
+    click.option(
+        "--scheduler-delay-factor", type=click.FloatRange(0, 100), default=0.0, help="See `pagemill serve --help`."
+    ),
+    click.option("--target-itl-ms", type=ABOVE_0, help="See `pagemill serve --help`.  [default: no target]"),
     click.option(
         "--preemption-mode",
         type=click.Choice([mode.value for mode in PreemptionMode]),
@@ -58,8 +59,8 @@ _FLAGS: Final = (
         help="Blocks of the CPU tier.  [default: none; what --pool-share found to be needed, or --num-blocks, where "
         "--preemption-mode is swap and with --compare-modes]",
     ),
-    click.option("--write-behind-mib", type=_MIB, default=16.0, help="As the worker's."),
-    click.option("--swap-step-mib", type=_MIB, help="As the worker's.  [default: 256, cpu: 64]"),
+    click.option("--write-behind-mib", type=_MIB, default=16.0, help="See `pagemill serve --help`."),
+    click.option("--swap-step-mib", type=_MIB, help="See `pagemill serve --help`.  [default: 256, cpu: 64]"),
 )
 
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-import worker.client
+import worker.async_client
 from tests.conftest import server_command
 from tests.faults.proxy import Proxy
 from worker.client import AsyncClient, BadJobError, Client, JobFailedError, ReplyBrokenError, ReplyLostError
@@ -43,7 +43,7 @@ async def link(url: str) -> AsyncIterator[Link]:
 
 @pytest.fixture
 async def client(url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AsyncClient]:
-    monkeypatch.setattr(worker.client, "BLOCK_MS", 50)
+    monkeypatch.setattr(worker.async_client, "BLOCK_MS", 50)
     client = AsyncClient(url, f"q{uuid.uuid4().hex}", retry_s=10)
     yield client
     await client.aclose()
@@ -346,8 +346,8 @@ async def test_a_job_that_had_begun_and_of_which_nothing_is_left_is_given_up_aft
     client: AsyncClient, writer: HandWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It can't wait in its lane any more, so there is nothing to wait for without a time limit of its own either."""
-    monkeypatch.setattr("worker.client.BLOCK_MS", 20)
-    monkeypatch.setattr("worker.client.GONE_S", 0.1)
+    monkeypatch.setattr("worker.async_client.BLOCK_MS", 20)
+    monkeypatch.setattr("worker.async_client.GONE_S", 0.1)
     await writer.open(7)
 
     async def forget(_event: ReplyEvent) -> None:

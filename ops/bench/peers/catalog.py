@@ -81,6 +81,13 @@ class FoundPeer:
     python: str | None
 
 
+def check_names(names: Sequence[str], others: Sequence[str] = (ALL, NONE)) -> None:
+    """Raises BenchError for a name that is no peer's, nor one of the `others`."""
+    for name in names:
+        if name not in BY_NAME and name not in others:
+            raise BenchError(f"there is no peer {name}: use {', '.join(BY_NAME)}, {ALL} or {NONE}")
+
+
 def find_peers(names: Sequence[str], pythons: Mapping[str, str]) -> tuple[list[FoundPeer], list[str]]:
     """The peers of these names that are installed, in the catalogue's order, and a line about each that is not.
 
@@ -88,9 +95,8 @@ def find_peers(names: Sequence[str], pythons: Mapping[str, str]) -> tuple[list[F
     environment's are used beside. Raises BenchError for a name or an interpreter that there is not.
     """
     wanted = [kind for kind in KINDS if kind.name in names or ALL in names]
-    for name in (*names, *pythons):
-        if name not in BY_NAME and not (name in (ALL, NONE) and name in names):
-            raise BenchError(f"there is no peer {name}: use {', '.join(BY_NAME)}, {ALL} or {NONE}")
+    check_names(names)
+    check_names(tuple(pythons), others=())
     if NONE in names:
         wanted = []
     found, missing = [], []

@@ -92,7 +92,7 @@ def test_the_version_is_that_of_the_distribution(pagemill: Pagemill) -> None:
         (["enqueue"], "pagemill: Missing argument 'TEXT'. `pagemill enqueue --help` shows what is accepted.\n"),
         (
             ["serve", "--block-size"],
-            "pagemill: Option '--block-size' requires an argument. `pagemill --help` shows what is accepted.\n",
+            "pagemill: Option '--block-size' requires an argument. `pagemill serve --help` shows what is accepted.\n",
         ),
         (
             ["enqueue", "--raw", "--system", "x", "y"],
@@ -114,7 +114,8 @@ def test_bad_settings_stop_the_process_with_one_line_and_code_2(tmp_path: Path) 
     result = run_process("serve", "--block-size", "12", home=tmp_path, PAGEMILL_MAX_NUM_SEQS="none")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.splitlines() == [
-        "pagemill: --block-size is '12': use one of 8, 16, 32, 64; PAGEMILL_MAX_NUM_SEQS is 'none': use a whole number"
+        "pagemill: --block-size is '12': use one of 8, 16, 32, 64; PAGEMILL_MAX_NUM_SEQS is 'none': use a whole "
+        "number. `pagemill serve --help` explains every setting."
     ]
 
 

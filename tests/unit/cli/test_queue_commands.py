@@ -89,7 +89,8 @@ def test_a_job_that_fails_ends_with_code_1_and_its_error(pagemill: Pagemill, ser
 
 def test_a_field_without_a_value_is_refused_before_anything_is_sent(pagemill: Pagemill, server: Server) -> None:
     result = pagemill("enqueue", "hello", "--field", "top_p")
-    assert (result.code, result.err) == (2, "pagemill: --field 'top_p': use NAME=VALUE, like --field top_p=0.9\n")
+    why = "--field 'top_p': use NAME=VALUE, like --field top_p=0.9."
+    assert (result.code, result.err) == (2, f"pagemill: {why} `pagemill enqueue --help` shows what is accepted.\n")
     assert server.keys() == []
 
 

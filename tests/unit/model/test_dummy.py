@@ -16,6 +16,7 @@ from model.tokenizer import Tokenizer
 from model.weights import expected_shapes
 from scheduler.sampling_params import SamplingParams
 from tests.tiny_checkpoint import CONFIG
+from worker.dummy_model import find_dummy_model
 from worker.engine_builder import build_engine
 from worker.engine_config import EngineConfig
 from worker.engine_sizes import num_parameters
@@ -102,7 +103,7 @@ def test_what_has_no_shapes_is_refused_with_the_names_of_those_that_have(tmp_pat
     with pytest.raises(StartupError, match="no shapes called"):
         LLM("gpt-9", load_format="dummy", cache_dir=tmp_path)
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UnsupportedModelError, match=r"load_format is dummy and .* a GGUF file"):
+    with pytest.raises(UnsupportedModelError, match=r"load_format is dummy and .* a file, not a folder"):
         load_config(tmp_path / "m.gguf", "dummy")
 
 
@@ -135,3 +136,22 @@ def test_shapes_and_tokenizer_are_read_without_torch(folder: Path) -> None:
     code = "import sys; from worker.text_side import load_text_side; from pathlib import Path\n"
     code += "load_text_side(Path(sys.argv[1]), 'dummy'); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=60)
+
+
+def test_shapes_that_nobody_can_make_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    """A folder without a config.json, with a broken one, one of another family, and a file: by its name."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "weights.gguf").write_bytes(b"GGUF")
+    for name, text in (("broken", "{"), ("other", '{"model_type": "bert", "architectures": ["BertModel"]}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    wrong = {
+        "empty": "no config.json in",
+        "weights.gguf": "not a folder",
+        "broken": "isn't valid JSON",
+        "other": "Bert",
+    }
+    for name, why in wrong.items():
+        with pytest.raises(StartupError, match=why) as caught:
+            find_dummy_model(str(tmp_path / name))
+        assert str(tmp_path / name) in str(caught.value)
