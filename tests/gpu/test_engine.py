@@ -10,6 +10,7 @@ import torch
 from scheduler.sampling_params import SamplingParams
 from tests.golden.reference import NUM_NEW_TOKENS, Continuation, continue_greedily
 from tests.golden.swapped_runs import run_swapped
+from tests.golden.windowed import CASES, WINDOW, write_windowed
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from worker.llm import LLM
 
@@ -77,6 +78,18 @@ def test_sequences_that_are_swapped_every_few_tokens_give_the_same(
     run = run_swapped(str(folder), prompts, NUM_NEW_TOKENS, num_kv_blocks=60, num_swap_blocks=200, **options)
     run.check()
     assert run.ids == {name: each.ids for name, each in expected.items()}
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])
+def test_sliding_windows_that_are_outgrown_give_the_tokens_of_transformers(
+    device: torch.device, tmp_path: Path, cuda_graphs: bool
+) -> None:
+    windowed, oracle = write_windowed(tmp_path, seed=SEED, **CASES["Qwen2, some layers"])
+    rng = random.Random(SEED)
+    prompts = [[rng.randrange(256) for _ in range(length)] for length in (1, WINDOW - 1, WINDOW + 1, 90)]
+    expected = [continue_greedily(oracle, prompt) for prompt in prompts]
+    assert all(min(each.gaps) > NEAR_TIE for each in expected), f"seed {SEED} has a near tie: take another"
+    assert generate(windowed, device, prompts, cuda_graphs=cuda_graphs) == [each.ids for each in expected]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
