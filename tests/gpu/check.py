@@ -62,7 +62,9 @@ class Outcome:
 CORRECTNESS = (
     Stage("kernels", 170, tests=("tests/gpu/test_kernels.py",)),
     Stage(
-        "attention", 170, tests=("tests/kernel/test_paged_attention_triton.py", "tests/kernel/test_attention_bounds.py")
+        "attention",
+        170,
+        tests=("tests/kernel/test_paged_attention_triton.py", "tests/kernel/test_paged_attention_triton_bounds.py"),
     ),
     Stage("attention options", 170, tests=("tests/kernel/test_paged_attention_triton_options.py",)),
     Stage("engine", 170, tests=("tests/gpu/test_engine.py",)),
