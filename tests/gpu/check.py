@@ -61,7 +61,11 @@ class Outcome:
 
 CORRECTNESS = (
     Stage("kernels", 170, tests=("tests/gpu/test_kernels.py",)),
-    Stage("attention", 170, tests=("tests/kernel/test_paged_attention_triton.py",)),
+    Stage(
+        "attention",
+        170,
+        tests=("tests/kernel/test_paged_attention_triton.py", "tests/kernel/test_paged_attention_triton_bounds.py"),
+    ),
     Stage("attention options", 170, tests=("tests/kernel/test_paged_attention_triton_options.py",)),
     Stage("engine", 170, tests=("tests/gpu/test_engine.py",)),
     Stage("streams", 100, tests=("tests/gpu/test_streams.py",)),

@@ -16,6 +16,7 @@ from kernels.paged_attention import paged_attention
 from kernels.penalties import Penalties, apply_penalties
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.sampling import sample
+from kernels.top_logprobs import top_logprobs
 from tests.gpu.timing import sized
 from tests.kernel.batches import Batch, error, ragged_batch
 
@@ -180,3 +181,16 @@ def test_penalties_are_the_cpu_s_to_the_bit(device: torch.device) -> None:
     on_device = logits.to(device)
     apply_penalties(on_device, Penalties(token_ids.to(device), *(column.to(device) for column in columns)))
     assert torch.equal(on_device.cpu(), wanted)
+
+
+@dtypes
+@pytest.mark.parametrize(("vocab", "k"), [(sized(9000, 5000), 5), (200, 64)])
+def test_the_likeliest_tokens_are_those_of_the_twin(
+    device: torch.device, dtype: torch.dtype, vocab: int, k: int
+) -> None:
+    logits = (torch.randn((3, vocab), generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
+    logits[1, ::3], logits[2, 5:] = torch.nan, -torch.inf
+    logprobs, ids = top_logprobs(logits.to(device), k, vocab)
+    wanted, wanted_ids = reference.top_logprobs(logits.float(), k, vocab)
+    assert ids.tolist() == wanted_ids.tolist()
+    torch.testing.assert_close(logprobs.cpu(), wanted, rtol=1e-6, atol=2e-6)

@@ -108,13 +108,3 @@ def test_logits_in_another_dtype_and_columns_of_another_length_are_refused() -> 
         apply_penalties(some_logits(2).double(), some_penalties(2))
     with pytest.raises(KernelInputError, match="2 elements"):
         apply_penalties(some_logits(2), some_penalties(3))
-
-
-@pytest.mark.parametrize("kernels_in_use", ["torch"], indirect=True)
-def test_on_a_gpu_the_host_waits_for_nothing(kernels_in_use: str) -> None:
-    """Tensors without values, as off the CPU: whatever asks one for its value raises."""
-    whole = [torch.empty(2, dtype=torch.int64, device="meta") for _ in range(3)]
-    floats = [torch.empty(2, device="meta") for _ in range(3)]
-    token_ids, logits = torch.empty(4, 9, dtype=torch.int64, device="meta"), torch.empty(2, VOCAB, device="meta")
-    apply_penalties(logits, Penalties(token_ids, *whole, *floats))
-    assert logits.device.type == "meta", kernels_in_use

@@ -330,17 +330,3 @@ def test_a_column_of_another_length_is_refused() -> None:
     rows.seeds = rows.seeds[:1]
     with pytest.raises(KernelInputError, match="seeds"):
         rows.sample()
-
-
-@pytest.mark.parametrize("kernels_in_use", ["torch"], indirect=True)
-def test_on_a_gpu_the_host_waits_for_nothing(kernels_in_use: str) -> None:
-    """Tensors without values, as off the CPU: whatever asks one for its value raises."""
-    rows = Rows(
-        torch.empty(3, VOCAB, device="meta"),
-        *(torch.empty(3, device="meta", dtype=dtype) for dtype in (torch.float, torch.int64, torch.float)),
-        *(torch.empty(3, device="meta", dtype=dtype) for dtype in (torch.int64, torch.int64, torch.float)),
-    )
-    ids = rows.sample()
-    assert (ids.device.type, ids.dtype, ids.shape) == ("meta", torch.int64, (3,)), kernels_in_use
-    with pytest.raises(RuntimeError, match="meta"):
-        bool((rows.top_p < 1).any())
