@@ -20,6 +20,8 @@ LIMIT: Final = 15
 NUM_STEPS: Final = (15.0, 14.0, 13.0, 12.0, 11.0, 10.0, 9.0, 8.0, 15.5, 16.0, 16.5, 17.0, 17.5, 18.0)
 # A squared error of 32 weights whose range is 1 that counts as none: rounding to 15 steps makes a hundred times it.
 NO_ERROR: Final = 1e-4
+# Added and taken away again it rounds to the nearest integer. Torch's rounding wakes its threads even for few numbers.
+ROUNDING: Final = 1.5 * 2**23
 # Groups that are looked at together: their arrays fit a core's L2 cache, and are so small that torch takes one thread,
 # which waits for no other.
 GROUPS_AT_ONCE: Final = 1000
@@ -37,34 +39,33 @@ def quantize_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
 
 def _fit(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales and minima, float16 [n], of the groups in float32 [32, n]."""
-    least, most = x.aminmax(dim=0)
-    span = most - least
+    least = x.amin(0)
+    span = x.amax(0) - least
     y = (x - least).div_(torch.where(span > 0, span, 1))
-    best = torch.full_like(span, torch.inf)
-    scale, minimum = torch.zeros_like(span), torch.zeros_like(span)
     y_sum, y_squares = y.sum(0), y.square().sum(0)
+    best, tries = torch.full_like(span, torch.inf), []
     for num_steps in NUM_STEPS:
         integers = _integers(y, num_steps)
         total, products = integers.sum(0), (integers * y).sum(0)
-        variance = GROUP * integers.square_().sum(0) - total.square()
-        slope = (GROUP * products - total * y_sum) / torch.where(variance > 0, variance, 1)
+        variance = GROUP * integers.square_().sum(0) - total.square()  # a whole number
+        slope = (GROUP * products - total * y_sum) / variance.clamp_(min=1)
         offset = (y_sum - slope * total) / GROUP
         error = y_squares - offset * y_sum - slope * products
-        is_better = error < best
-        best, scale, minimum = (
-            torch.where(is_better, new, old) for new, old in ((error, best), (slope, scale), (offset, minimum))
-        )
+        tries.append((error, slope, offset))
+        best = torch.minimum(best, error)
         if num_steps <= LIMIT and x.device.type == "cpu" and bool((best < NO_ERROR).all()):
             break  # all had 4 bits (off the CPU the host would wait for the answer)
-    scales, minima = (scale * span).half(), (minimum * span + least).half()
+    errors, slopes, offsets = (torch.stack(each) for each in zip(*tries, strict=True))
+    chosen = errors.argmin(0, keepdim=True)
+    scales, minima = (slopes.gather(0, chosen)[0] * span).half(), (offsets.gather(0, chosen)[0] * span + least).half()
     return torch.where(minima.isfinite(), scales, torch.nan), minima
 
 
 def _integers(y: torch.Tensor, num_steps: float) -> torch.Tensor:
     """Of numbers from 0 to 1 in so many steps; beyond LIMIT of them both ends are cut."""
     if num_steps <= LIMIT:
-        return (y * num_steps).round_()
-    return (y * num_steps).sub_((num_steps - LIMIT) / 2).round_().clamp_(0, LIMIT)
+        return (y * num_steps).add_(ROUNDING).sub_(ROUNDING)
+    return (y * num_steps).sub_((num_steps - LIMIT) / 2).add_(ROUNDING).sub_(ROUNDING).clamp_(0, LIMIT)
 
 
 def _pack(integers: torch.Tensor) -> torch.Tensor:

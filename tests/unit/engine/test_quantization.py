@@ -149,6 +149,7 @@ def test_the_demo_model_knows_the_capital_of_france(demo_model_path: Path) -> No
         assert llm.chat(asked, SamplingParams(temperature=0, max_tokens=24)).text == "The capital of France is Paris."
 
 
+@pytest.mark.slow
 def test_int4_generates_what_its_dequantized_weights_do_in_float32(demo_model_path: Path) -> None:
     """Greedy, on the demo model."""
     with LLM(str(demo_model_path), quantization="int4", num_kv_blocks=64) as llm:
