@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import platformdirs
-from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from scheduler.errors import InvalidConfigError
@@ -90,9 +90,16 @@ def _shown(text: str) -> dict[str, Any]:
     return {"shown_default": text}
 
 
-Folder = Annotated[Path, AfterValidator(Path.expanduser)]
+def _path(value: Any) -> Any:
+    """An empty path would be the current folder, which nobody asked for."""
+    if value == "":
+        raise ValueError("it must not be empty")
+    return value
+
+
+Folder = Annotated[Path, BeforeValidator(_path), AfterValidator(Path.expanduser)]
 # A text among the annotations is the word for what is accepted.
-TraceFile = Annotated[Path, AfterValidator(Path.expanduser), "file"]
+TraceFile = Annotated[Path, BeforeValidator(_path), AfterValidator(Path.expanduser), "file"]
 
 
 class Settings(BaseSettings):

@@ -73,6 +73,8 @@ def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> N
         ({"metrics_port": "65536"}, "--metrics-port is '65536': use 65535 or less"),
         ({"enable_prefix_caching": "perhaps"}, "--enable-prefix-caching is 'perhaps': use on or off"),
         ({"model": ""}, "--model is '': it must not be empty"),
+        ({"data_dir": ""}, "--data-dir is '': it must not be empty"),
+        ({"record_trace": ""}, "--record-trace is '': it must not be empty"),
     ],
 )
 def test_a_bad_value_is_refused_with_its_name_and_what_is_accepted(flags: dict[str, str], message: str) -> None:
