@@ -1,6 +1,7 @@
 """What must not reach a kernel: tensors of another device or dtype, each refused by the name of its argument."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -11,6 +12,7 @@ from kernels.attention_inputs import AttentionMetadata, AttentionOptions
 from kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from kernels.checksum import block_checksums
 from kernels.errors import KernelInputError
+from kernels.int4_weights import INT4
 from kernels.kv_cache_write import rope_and_write, write_kv
 from kernels.linear import PackedLinear
 from kernels.paged_attention import paged_attention
@@ -46,7 +48,9 @@ def penalise(logits: torch.Tensor, **penalties: torch.Tensor) -> None:
     apply_penalties(logits, Penalties(**penalties))
 
 
-def call_linear(kind: type[PackedLinear | QuantizedLinear], x: torch.Tensor, weight: torch.Tensor, ids: Any) -> None:
+def call_linear(
+    kind: Callable[[torch.Tensor], PackedLinear | QuantizedLinear], x: torch.Tensor, weight: torch.Tensor, ids: Any
+) -> None:
     layer = kind(weight)
     layer(x)
     layer.rows(ids)
@@ -88,7 +92,8 @@ def calls() -> dict[str, Call]:
         "top_logprobs": (lambda **t: top_logprobs(**t, k=2, vocab_limit=32), {"logits": x}),
         "apply_penalties": (penalise, {"logits": torch.randn(2, 32)} | penalties),
         "linear": (lambda **t: call_linear(PackedLinear, **t), layer),
-        "quantized_linear": (lambda **t: call_linear(QuantizedLinear, **t), layer),
+        "int8_linear": (lambda **t: call_linear(QuantizedLinear, **t), layer),
+        "int4_linear": (lambda **t: call_linear(partial(QuantizedLinear, form=INT4), **t), layer),
     }
 
 
