@@ -86,13 +86,7 @@ class AttentionOptions:
     @property
     def is_plain(self) -> bool:
         """True where nothing is asked for but softmax(scale * q kᵀ) v."""
-        return (
-            self.window is None
-            and self.soft_cap is None
-            and self.sinks is None
-            and self.alibi_slopes is None
-            and self.k_scale == self.v_scale == 1.0
-        )
+        return not self.names
 
     @property
     def names(self) -> tuple[str, ...]:

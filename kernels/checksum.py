@@ -3,6 +3,7 @@
 import torch
 
 from kernels.dispatch import use_triton
+from kernels.errors import KernelInputError
 
 # Odd, with bits all over. A row's weight is an odd multiple of the one, a column's an even multiple of the other
 # (modulo 2^64), so that no two places of a block have the same sum of weights.
@@ -23,12 +24,12 @@ def block_checksums(blocks: torch.Tensor) -> torch.Tensor:
     as much as its copy (80 to 110 against 66 to 76 µs for 720 KiB on one core of the development machine); a product
     for each word cost 630 µs there, CRC-32 240 µs.
 
-    Raises ValueError where a row is no whole number of words.
+    Raises KernelInputError where a row is no whole number of words.
     """
     rows = blocks.flatten(3).flatten(1, 2)
     num_rows = rows.shape[1]
     if rows.shape[2] * rows.element_size() % 8:
-        raise ValueError(f"rows of {rows.shape[2]} elements of {rows.dtype} are no whole number of 8-byte words")
+        raise KernelInputError(f"rows of {rows.shape[2]} elements of {rows.dtype} are no whole number of 8-byte words")
     words = rows.view(torch.int64)
     if use_triton("checksum", blocks):
         from kernels.gpu.blocks import launch_block_checksums

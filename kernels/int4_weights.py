@@ -22,15 +22,17 @@ NUM_STEPS: Final = (15.0, 14.0, 13.0, 12.0, 11.0, 10.0, 9.0, 8.0, 15.5, 16.0, 16
 NO_ERROR: Final = 1e-4
 # Added and taken away again it rounds to the nearest integer. Torch's rounding wakes its threads even for few numbers.
 ROUNDING: Final = 1.5 * 2**23
-# Groups that are looked at together: their arrays fit a core's L2 cache, and are so small that torch takes one thread,
-# which waits for no other.
+# Groups that are looked at together on the CPU: their arrays fit a core's L2 cache, and are so small that torch takes
+# one thread, which waits for no other. And elsewhere: each piece is some hundred launches, each array takes 32 MiB.
 GROUPS_AT_ONCE: Final = 1000
+GROUPS_AT_ONCE_ON_DEVICE: Final = 1 << 18
 
 
 def quantize_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As WeightFormat.quantize. The integers are the nearest for scales and minima as they are rounded."""
     groups = weight.view(-1, GROUP)
-    fits = [_fit(piece.T.contiguous()) for piece in torch.split(groups, GROUPS_AT_ONCE)]
+    at_once = GROUPS_AT_ONCE if weight.device.type == "cpu" else GROUPS_AT_ONCE_ON_DEVICE
+    fits = [_fit(piece.T.contiguous()) for piece in torch.split(groups, at_once)]
     scales, minima = (torch.cat(parts) for parts in zip(*fits, strict=True))
     integers = nearest_integers(groups, scales, minima, LIMIT)
     num_rows = len(weight)

@@ -108,7 +108,8 @@ def _heads_at_once(head_dim: int, num_kv_heads: int, group: int) -> int:
     As many as its tile has rows for, and as leave this tile and the next one room in an L2 cache. Items are fewer then,
     so it pays only where there are several for each thread.
     """
-    from kernels.cpu.attention import KEY_TILE, MAX_ROWS
+    from kernels.cpu.attention import MAX_ROWS
+    from kernels.cpu.attention_softmax import KEY_TILE
 
     tile_bytes = 2 * KEY_TILE * head_dim * 4
     return max(1, min(num_kv_heads, MAX_ROWS // group, MAX_TILE_BYTES // tile_bytes))

@@ -55,7 +55,15 @@ class LazyWeights(Mapping[str, torch.Tensor]):
 
     @abstractmethod
     def shape_of(self, name: str) -> Shape:
-        """The shape of a tensor, without the tensor."""
+        """The shape of a tensor, without the tensor. Raises KeyError for a name that isn't there."""
+
+    def __contains__(self, name: object) -> bool:
+        """Without the tensor, too: a mapping's own way would be to make it."""
+        try:
+            self.shape_of(str(name))
+        except KeyError:
+            return False
+        return True
 
 
 def check_weights(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> None:

@@ -46,7 +46,7 @@ Answer = TypeVar("Answer")
 
 
 class Client:
-    """The same for code without an event loop. Not for use inside one, nor by two threads at a time."""
+    """`AsyncClient` for code without an event loop. Not for use inside one, nor by two threads at a time."""
 
     def __init__(self, url: str, queue: str, *, retry_s: float = 30.0) -> None:
         """Arguments and errors are those of AsyncClient."""

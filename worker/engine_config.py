@@ -15,9 +15,9 @@ class EngineConfig:
     model_path: a folder with config.json and safetensors, or a GGUF file.
     load_format: auto reads the weights; dummy makes random ones in the shapes of config.json, and a stand-in for a
         tokenizer that isn't there.
-    kv_cache_dtype: auto keeps keys and values in the model's dtype, fp8_e4m3 in 8 bits each: so more of them fit.
     quantization: none, or int8 or int4: weights of linear layers and embeddings in a quarter of float32's bytes, or
         those of the layers in a sixth.
+    kv_cache_dtype: auto keeps keys and values in the model's dtype, fp8_e4m3 in 8 bits each: so more of them fit.
     max_model_len: tokens of one sequence; None takes the checkpoint's own context, or what the KV cache holds of it.
     num_kv_blocks: blocks of the KV cache; None sizes it from the memory at hand.
     max_num_batched_tokens: token budget of a step; None is 6144 on CUDA and 512 on the CPU, where a step of 6144

@@ -5,7 +5,8 @@
                 |---------- split of 512 ----------|...     sequence, so a row's sums are taken in one order whether
                                                             it comes in a chunk, alone, or in any batch
 
-Per tile: the keys are transposed into panels, S = Q Kᵀ and O += P V are register-tile products. Each split has its own
+Per tile: the keys are transposed into panels, S = Q Kᵀ and O += P V are register-tile products, with the softmax
+between them (attention_softmax.py), while the next tile is fetched (attention_fetch.py). Each split has its own
 maximum, sum and output, merged in ascending order. Only keys below a sequence's length are read, through the table
 entries they need; what stands in other slots, blocks or table entries is never touched. A sliding window begins at the
 tile of the first key that any row sees; those that a row doesn't see are masked in it.
@@ -21,6 +22,7 @@ from kernels.cpu.attention_fetch import (
     fetch_until,
     find_slots,
 )
+from kernels.cpu.attention_softmax import KEY_TILE, PARTS_OF_ROW, ROWS_WITH_PARTS, clear, merge, softmax_tile
 from kernels.cpu.helper import helper
 from kernels.cpu.parallel import ARGUMENTS, NEXT_THREAD
 from kernels.cpu.tile import call_product
@@ -28,36 +30,24 @@ from kernels.cpu.transpose import transpose_panel
 from kernels.cpu.vector import (
     LANES,
     VECTOR_BYTES,
-    add,
     div,
-    exp,
     fetch_add,
-    first_lanes,
-    fma,
-    lanes_from,
     load,
     load_f32,
     load_f64,
     load_i32,
     load_i64,
-    maximum,
     mul,
-    reduce_add,
-    reduce_max,
     splat,
     store,
-    store_f32,
     store_i64,
-    sub,
 )
 
 MAX_ROWS = 96
-KEY_TILE = 32
 KEY_SPLIT = 512
 # Of a KV head's work on a tile, beside a part of each transposition: in how many parts the next tile is fetched.
-PARTS_BEFORE_SCORES, PARTS_BEFORE_WEIGHTS, PARTS_OF_ROW, ROWS_WITH_PARTS, PARTS_OF_VALUES = 2, 2, 2, 3, 2
+PARTS_BEFORE_SCORES, PARTS_BEFORE_WEIGHTS, PARTS_OF_VALUES = 2, 2, 2
 PARTS = PARTS_BEFORE_SCORES + PARTS_BEFORE_WEIGHTS + PARTS_OF_ROW * ROWS_WITH_PARTS + PARTS_OF_VALUES
-MINUS_INFINITY = float("-inf")
 # Words of the task block.
 (
     QUERY, QUERY_TOKEN, OUT, OUT_TOKEN, CACHE, BLOCK_STRIDE, VALUE_OFFSET, SLOT_STRIDE, BLOCK_SIZE, TABLES, TABLE_ROW,
@@ -125,49 +115,6 @@ def _load_keys(
 
 
 @helper
-def _softmax_tile(
-    scores: int, num_rows: int, group: int, first_valid: int, window: int, count: int, stats: int, out: int,
-    head_dim: int, fetch: int, part: int,
-) -> None:  # fmt: skip
-    """Turn rows of scores into weights under the new maximum; rescale sums and outputs to it.
-
-    Row r sees the last `window` of the first (first_valid + r // group) keys of the tile, of which there are `count`.
-    stats: pairs (maximum, sum).
-    """
-    num_panels = (count + LANES - 1) // LANES
-    for row in range(num_rows):
-        if row < ROWS_WITH_PARTS:
-            fetch_until(fetch, part + (row + 1) * PARTS_OF_ROW)
-        line, stat = scores + row * KEY_TILE * 4, stats + row * 8
-        valid = min(first_valid + row // group, count)
-        hidden = max(0, first_valid + row // group - window)
-        if valid <= hidden:
-            for panel in range(num_panels):
-                store(line + panel * VECTOR_BYTES, splat(0.0))
-            continue
-        top = splat(MINUS_INFINITY)
-        for panel in range(num_panels):
-            score = first_lanes(load(line + panel * VECTOR_BYTES), valid - panel * LANES, MINUS_INFINITY)
-            score = lanes_from(score, hidden - panel * LANES, MINUS_INFINITY)
-            store(line + panel * VECTOR_BYTES, score)
-            top = maximum(top, score)
-        old_maximum = load_f32(stat)
-        new_maximum = max(old_maximum, reduce_max(top))
-        if new_maximum > old_maximum:
-            factor = exp(sub(splat(old_maximum), splat(new_maximum)))
-            store_f32(stat, new_maximum)
-            store_f32(stat + 4, load_f32(stat + 4) * reduce_max(factor))
-            for offset in range(row * head_dim * 4, (row + 1) * head_dim * 4, VECTOR_BYTES):
-                store(out + offset, mul(load(out + offset), factor))
-        sums, highest = splat(0.0), splat(new_maximum)
-        for panel in range(num_panels):
-            weight = exp(sub(load(line + panel * VECTOR_BYTES), highest))
-            store(line + panel * VECTOR_BYTES, weight)
-            sums = add(sums, weight)
-        store_f32(stat + 4, load_f32(stat + 4) + reduce_add(sums))
-
-
-@helper
 def _add_values(
     task: int, table: int, layer_base: int, first_key: int, count: int, weights: int, num_rows: int, out: int,
     fetch: int, part: int,
@@ -192,31 +139,6 @@ def _add_values(
 
 
 @helper
-def _clear(stats: int, out: int, num_rows: int, head_dim: int) -> None:
-    for row in range(num_rows):
-        store_f32(stats + row * 8, MINUS_INFINITY)
-        store_f32(stats + row * 8 + 4, 0.0)
-    for offset in range(0, num_rows * head_dim * 4, VECTOR_BYTES):
-        store(out + offset, splat(0.0))
-
-
-@helper
-def _merge(stats: int, out: int, split_stats: int, split_out: int, num_rows: int, head_dim: int) -> None:
-    """Add one split's sums and outputs to the running ones, both brought to the larger maximum."""
-    for row in range(num_rows):
-        stat, other = stats + row * 8, split_stats + row * 8
-        if load_f32(other + 4) == 0.0:  # a row that sees no key of this split
-            continue
-        new_maximum = max(load_f32(stat), load_f32(other))
-        highest = splat(new_maximum)
-        keep, take = exp(sub(splat(load_f32(stat)), highest)), exp(sub(splat(load_f32(other)), highest))
-        store_f32(stat, new_maximum)
-        store_f32(stat + 4, load_f32(stat + 4) * reduce_max(keep) + load_f32(other + 4) * reduce_max(take))
-        for offset in range(row * head_dim * 4, (row + 1) * head_dim * 4, VECTOR_BYTES):
-            store(out + offset, fma(load(split_out + offset), take, mul(load(out + offset), keep)))
-
-
-@helper
 def _attend_split(
     task: int, table: int, base: int, num_heads: int, query: int, num_rows: int, first_position: int, first_key: int,
     last_key: int, num_keys: int, stats: int, out: int, work: int,
@@ -234,7 +156,7 @@ def _attend_split(
     fetch = addresses + KEY_TILE * 8
     for offset in range(0, max(head_dim * 4, 4 * VECTOR_BYTES), VECTOR_BYTES):
         store(zeros + offset, splat(0.0))
-    _clear(stats, out, num_heads * num_rows, head_dim)
+    clear(stats, out, num_heads * num_rows, head_dim)
     for key in range(first_key, last_key, KEY_TILE):
         count = min(KEY_TILE, last_key - key)
         _find_next(task, table, base, key + KEY_TILE, num_keys, num_heads, fetch)
@@ -250,7 +172,7 @@ def _attend_split(
             )  # fmt: skip
             part += PARTS_BEFORE_WEIGHTS
             fetch_until(fetch, part)
-            _softmax_tile(
+            softmax_tile(
                 work, num_rows, group, first_position + 1 - key, window, count, stats + head * num_rows * 8,
                 out + rows, head_dim, fetch, part,
             )  # fmt: skip
@@ -301,7 +223,7 @@ def _attend_tile(
             task, table, base, num_heads, query, num_rows, first_position, split, min(split + KEY_SPLIT, num_keys),
             num_keys, split_stats, split_out, work,
         )  # fmt: skip
-        _merge(stats, out, split_stats, split_out, all_rows, head_dim)
+        merge(stats, out, split_stats, split_out, all_rows, head_dim)
     for head in range(num_heads):
         _store_rows(task, first_row, num_tokens, kv_head + head, stats + head * num_rows * 8, out + head * head_bytes)
 

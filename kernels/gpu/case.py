@@ -7,10 +7,12 @@ from typing import Final
 
 import torch
 
+from kernels.cache_dtype import FP8_CAPABILITY
+
 # Compute capabilities that kernels are compiled for, 10 * major + minor.
 TARGETS: Final = (80, 89, 90, 100)
 # Those that can read and write e4m3.
-FP8_TARGETS: Final = (89, 90, 100)
+FP8_TARGETS: Final = tuple(target for target in TARGETS if target >= FP8_CAPABILITY)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.attention_inputs import FP8
 from kernels.gpu.case import FP8_TARGETS, Case, meta
 from kernels.gpu.common import launch, next_power_of_2
 
@@ -146,7 +147,7 @@ def launch_rope_and_write(
         qkv.stride(0), cos_sin.stride(0), layer, block_stride, layer_stride, value_stride, slot_stride, head_stride,
         *factors, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=half,
         HALF_LENGTH=next_power_of_2(half), REST_LENGTH=next_power_of_2(max(1, head_dim - 2 * half)),
-        BLOCK_SIZE=kv_cache.shape[3], HEADS=heads, IS_FP8=kv_cache.dtype is torch.float8_e4m3fn, num_warps=4,
+        BLOCK_SIZE=kv_cache.shape[3], HEADS=heads, IS_FP8=kv_cache.dtype is FP8, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -174,7 +175,7 @@ CASES: Final = (
     Case("rope_and_write 32/32 x 80 fp16, 32 rotated", lambda: _case((32, 32, 80), torch.float16, rotary_dim=32)),
     Case(
         "rope_and_write 32/8 x 128 bf16, e4m3 cache",
-        lambda: _case((32, 8, 128), torch.bfloat16, torch.float8_e4m3fn),
+        lambda: _case((32, 8, 128), torch.bfloat16, FP8),
         targets=FP8_TARGETS,
     ),
 )

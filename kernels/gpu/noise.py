@@ -1,6 +1,6 @@
 """kernels/noise.py on the device: the same keys, hash and noise, to the bit.
 
-The launches that use it must not fuse multiplications with additions (`enable_fp_fusion=False`), which would round once
+Launches that draw by it must not fuse multiplications with additions (`enable_fp_fusion=False`), which would round once
 where `noise.log` rounds twice.
 """
 

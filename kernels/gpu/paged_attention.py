@@ -1,8 +1,9 @@
 """Launches of the attention kernels: which of them a batch takes, and with what sizes.
 
 A batch with one query row a sequence takes the split kernel and its merge. Any other one takes two launches over the
-same batch: the prefill kernel passes over sequences of one row, the split kernel over all others. So a decode has the
-same bits beside a prompt as without one, and is split as well there; a kernel with both in it would pipeline neither.
+same batch: the prefill kernel passes over sequences of one row, the split kernel over all others. So a decode is split
+beside a prompt as well as without one, and has the same bits where the split is fixed; a kernel with both in it would
+pipeline neither.
 Nothing here depends on what stands in a tensor: bounds come from shapes and the metadata's two numbers.
 """
 

@@ -1,7 +1,7 @@
 """`pagemill bench quality`: what quantized weights, or a cache in 8 bits, change in predictions of a fixed text.
 
-The model in float32 and the model with what is judged read the same text, token by token as it
-stands (teacher forcing), and each position's two distributions over the vocabulary are compared.
+The model in float32 and the model with what is judged read the same text, token by token as it stands (teacher
+forcing), and each position's two distributions over the vocabulary are compared.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ COLUMNS: Final = ("judged", "perplexity", "KL mean", "KL p99", "KL max", "same g
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How far predictions are from those of float32. KL divergences are of float32 from the quantized, in nats."""
+    """How far predictions are from those of float32. KL divergences are of float32 from what is judged, in nats."""
 
     num_tokens: int
     kl_mean: float
@@ -167,12 +167,12 @@ def _measure(
         return compare(plain, quantized, ids)
 
 
-def compare(plain: "Decoder", quantized: "Decoder", ids: list[int]) -> Quality:
-    """Both Decoders over the text. Every token but the first of each window is predicted from those before it."""
+def compare(plain: "Decoder", judged: "Decoder", ids: list[int]) -> Quality:
+    """Both decoders over the text. Every token but the first of each window is predicted from those before it."""
     import torch
 
     kls, are_same, plain_nll, nll = [], [], 0.0, 0.0
-    for log_p, log_q, following in _predictions(plain, quantized, ids):
+    for log_p, log_q, following in _predictions(plain, judged, ids):
         kls.append((log_p.exp() * (log_p - log_q)).sum(dim=1).clamp(min=0))
         are_same.append(log_p.argmax(dim=1) == log_q.argmax(dim=1))
         plain_nll -= float(log_p.gather(1, following[:, None]).sum())
@@ -189,19 +189,19 @@ def compare(plain: "Decoder", quantized: "Decoder", ids: list[int]) -> Quality:
     )
 
 
-def _predictions(plain: "Decoder", quantized: "Decoder", ids: list[int]) -> "Iterator[tuple[Tensor, Tensor, Tensor]]":
+def _predictions(plain: "Decoder", judged: "Decoder", ids: list[int]) -> "Iterator[tuple[Tensor, Tensor, Tensor]]":
     """Log-probabilities of both, float64 [n, vocab_size], and the ids that follow [n], piece by piece."""
     import torch
 
     window = min(WINDOW, plain.config.max_position_embeddings - 1)
     for start in range(0, len(ids) - 1, window):
         read = ids[start : start + window + 1]
-        caches = [_empty_cache(decoder, len(read)) for decoder in (plain, quantized)]
+        caches = [_empty_cache(decoder, len(read)) for decoder in (plain, judged)]
         for first in range(0, len(read) - 1, CHUNK):
             piece = read[first : min(first + CHUNK, len(read) - 1)]
             log_p, log_q = (
                 _logits(decoder, cache, piece, first).double().log_softmax(dim=1)
-                for decoder, cache in zip((plain, quantized), caches, strict=True)
+                for decoder, cache in zip((plain, judged), caches, strict=True)
             )
             yield log_p, log_q, torch.tensor(read[first + 1 : first + 1 + len(piece)])
 

@@ -12,10 +12,10 @@ import torch
 
 from kernels.weight_formats import GROUP
 from model.quantization import FORMATS, quantization_of_tables
-from model.weights import EMBEDDING, LM_HEAD
+from model.weights import EMBEDDING, LM_HEAD, LazyWeights, Shape
 
 
-class UnroundedWeights(Mapping[str, torch.Tensor]):
+class UnroundedWeights(LazyWeights):
     """`weights` with noise in every matrix: the same for a name each time it is asked for, float32."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], quantization: str) -> None:
@@ -29,6 +29,10 @@ class UnroundedWeights(Mapping[str, torch.Tensor]):
         is_table = name in (EMBEDDING, LM_HEAD)
         kind = quantization_of_tables(self._quantization) if is_table else self._quantization
         return _moved(tensor, 2 ** FORMATS[kind].num_bits - 1, zlib.crc32(name.encode()))
+
+    def shape_of(self, name: str) -> Shape:
+        """Its shape, without the noise."""
+        return tuple(self._weights[name].shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

@@ -1,6 +1,7 @@
 """What must not reach a kernel: tensors of another device or dtype, each refused by the name of its argument."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -11,6 +12,7 @@ from kernels.attention_inputs import AttentionMetadata, AttentionOptions
 from kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from kernels.checksum import block_checksums
 from kernels.errors import KernelInputError
+from kernels.int4_weights import INT4
 from kernels.kv_cache_write import rope_and_write, write_kv
 from kernels.linear import PackedLinear
 from kernels.paged_attention import paged_attention
@@ -46,7 +48,9 @@ def penalise(logits: torch.Tensor, **penalties: torch.Tensor) -> None:
     apply_penalties(logits, Penalties(**penalties))
 
 
-def call_linear(kind: type[PackedLinear | QuantizedLinear], x: torch.Tensor, weight: torch.Tensor, ids: Any) -> None:
+def call_linear(
+    kind: Callable[[torch.Tensor], PackedLinear | QuantizedLinear], x: torch.Tensor, weight: torch.Tensor, ids: Any
+) -> None:
     layer = kind(weight)
     layer(x)
     layer.rows(ids)
@@ -88,37 +92,41 @@ def calls() -> dict[str, Call]:
         "top_logprobs": (lambda **t: top_logprobs(**t, k=2, vocab_limit=32), {"logits": x}),
         "apply_penalties": (penalise, {"logits": torch.randn(2, 32)} | penalties),
         "linear": (lambda **t: call_linear(PackedLinear, **t), layer),
-        "quantized_linear": (lambda **t: call_linear(QuantizedLinear, **t), layer),
+        "int8_linear": (lambda **t: call_linear(QuantizedLinear, **t), layer),
+        "int4_linear": (lambda **t: call_linear(partial(QuantizedLinear, form=INT4), **t), layer),
     }
 
 
 CALLS: Final = calls()
-# Whole numbers that may be of any width: each is made int64.
-OF_ANY_WIDTH: Final = ("top_k", "seeds")
+# Whole numbers of other calls may be of any width: each is made int64.
+WHOLE_NUMBERS: Final = (
+    *(("attention", name) for name in ("block_tables", "query_starts", "context_lens")),
+    *(("rope_and_write", name) for name in ("positions", "slot_mapping")),
+    ("write_kv", "slot_mapping"),
+    *(("copy_blocks", name) for name in ("src", "dst")),
+    *((call, "ids") for call in ("gather_blocks", "scatter_blocks")),
+    *(("apply_penalties", name) for name in ("token_ids", "sequences", "num_prompt", "num_tokens")),
+)
+# Those that are read as int32, too.
+OF_TWO_WIDTHS: Final = ("block_tables", "query_starts", "context_lens", "positions")
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [name for name, (_, tensors) in CALLS.items() if len(tensors) > 1])
 def test_a_tensor_on_another_device_is_refused_by_name(name: str) -> None:
     call, tensors = calls()[name]
     call(**tensors)
-    for argument, tensor in tensors.items() if len(tensors) > 1 else ():
+    for argument, tensor in tensors.items():
         with pytest.raises(KernelInputError, match=rf"\b{argument}\b.* must be on one device"):
             call(**{**tensors, argument: tensor.to("meta")})
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_numbers_of_another_dtype_are_refused_by_name(name: str) -> None:
+@pytest.mark.parametrize(("name", "argument"), WHOLE_NUMBERS)
+def test_numbers_of_another_dtype_are_refused_by_name(name: str, argument: str) -> None:
     """Ids, lengths and slots that are no whole numbers would be read as some; so would ones of half the width."""
     call, tensors = calls()[name]
-    for argument, tensor in tensors.items():
-        if tensor.dtype is torch.int64 and argument not in OF_ANY_WIDTH and "linear" not in name and name != "sample":
-            with pytest.raises(KernelInputError, match=rf"{argument} is torch\.float32; it must be torch\.int"):
-                call(**{**tensors, argument: tensor.float()})
-        if argument in ("slot_mapping", "token_ids", "sequences", "num_prompt", "num_tokens", "src", "dst", "ids"):
-            if "linear" in name:
-                continue
-            with pytest.raises(KernelInputError, match=rf"{argument} is torch\.int32; it must be torch\.int64"):
-                call(**{**tensors, argument: tensor.int()})
+    for dtype in (torch.float32, torch.int16 if argument in OF_TWO_WIDTHS else torch.int32):
+        with pytest.raises(KernelInputError, match=rf"{argument} is {dtype}; it must be torch\.int"):
+            call(**{**tensors, argument: tensors[argument].to(dtype)})
 
 
 @pytest.mark.parametrize("name", ["sample", "top_logprobs"])

@@ -269,21 +269,6 @@ def test_one_kernel_is_switched_without_the_others() -> None:
         assert [selected(kernel) for kernel in ("sample", "rms_norm", "attention")] == ["torch", "triton", "auto"]
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("sampler=torch", "the kernels that it can name are attention, "),
-        ("torch,auto", "a list names kernels, like attention=torch"),
-        ("sample=", "'' must be one of"),
-        ("", "'' must be one of"),
-        ("=torch", "the kernels that it can name"),
-    ],
-)
-def test_a_wrong_choice_is_told(text: str, reason: str) -> None:
-    with pytest.raises(KernelError, match=reason), implementation(text):
-        pass
-
-
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_warm_up_tells_its_progress_and_leaves_nothing_to_compile(quantization: str) -> None:
     told: list[tuple[int, int]] = []

@@ -5,6 +5,7 @@ import torch
 
 from kernels import reference
 from kernels.checksum import block_checksums
+from kernels.errors import KernelInputError
 
 pytestmark = pytest.mark.usefixtures("kernels_in_use")
 
@@ -77,5 +78,5 @@ def test_nothing_written_is_not_something_written() -> None:
 
 @pytest.mark.triton
 def test_rows_that_are_no_words_are_refused() -> None:
-    with pytest.raises(ValueError, match="rows of 3 elements"):
+    with pytest.raises(KernelInputError, match="rows of 3 elements"):
         block_checksums(torch.zeros(1, 1, 2, 1, 1, 3))

@@ -136,7 +136,9 @@ def test_every_compiled_body_there_is_belongs_to_a_switch() -> None:
         ("fast", r"'fast' must be one of auto, torch, triton"),
         ("attention=torch,triton", "a list names kernels, like attention=torch,sample=torch"),
         ("=torch", "the kernels that it can name are"),
-        ("attention=torch,", "must be one of"),
+        ("attention=torch,", "'' must be one of"),
+        ("attention=", "'' must be one of"),
+        ("", "'' must be one of"),
     ],
 )
 def test_what_the_switch_does_not_know_is_refused_by_name(text: str, message: str) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels import int4_weights
 from kernels.int4_weights import INT4, LIMIT, NUM_STEPS, quantize_int4
 from kernels.quantized_linear import QuantizedLinear
 from kernels.weight_formats import GROUP
@@ -82,3 +83,20 @@ def test_what_is_not_finite_in_float16_gives_nan_in_its_group_alone(value: float
     assert not made[1, GROUP:].isfinite().any()
     made[1, GROUP:] = weight[1, GROUP:] = 0
     assert made.isfinite().all()
+
+
+@pytest.mark.parametrize(("device", "num_pieces"), [("cpu", 5), ("meta", 1)])
+def test_off_the_cpu_pieces_are_so_large_that_their_launches_do_not_count(
+    device: str, num_pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of 13 billion weights has 400 million groups: by the thousand it would take a device minutes."""
+    sizes: list[int] = []
+
+    def counted(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes.append(x.shape[1])
+        return fit(x)
+
+    fit = int4_weights._fit
+    monkeypatch.setattr(int4_weights, "_fit", counted)
+    quantize_int4(torch.zeros(500, 10 * GROUP, device=device))
+    assert (len(sizes), sum(sizes)) == (num_pieces, 5000)

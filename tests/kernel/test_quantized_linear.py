@@ -173,13 +173,6 @@ def test_other_dtypes_fall_back_with_one_line(
     assert form.name in caplog.text
 
 
-def test_off_the_cpu_the_host_waits_for_nothing(form: WeightFormat) -> None:
-    """Tensors without values, as off the CPU: whatever asks one for its value raises, as it would break a graph."""
-    layer = QuantizedLinear(torch.empty(40, 70, device="meta"), form=form)
-    assert layer.rows(torch.empty(3, dtype=torch.int64, device="meta")).shape == (3, 70)
-    assert layer(torch.empty(3, 70, device="meta")).shape == (3, 40)
-
-
 def test_both_implementations_read_the_same_weights(form: WeightFormat) -> None:
     weight, bias, x = matrix(40, 70), matrix(40, seed=2), matrix(3, 70, seed=1)
     layer = QuantizedLinear(weight.clone(), bias, form=form)

@@ -13,7 +13,7 @@ from model.dummy_weights import DummyWeights
 from model.errors import ModelNotFoundError, UnsupportedModelError
 from model.loader import load_checkpoint, load_config
 from model.tokenizer import Tokenizer
-from model.weights import expected_shapes
+from model.weights import check_weights, expected_shapes
 from scheduler.sampling_params import SamplingParams
 from tests.tiny_checkpoint import CONFIG
 from worker.dummy_model import find_dummy_model
@@ -82,6 +82,14 @@ SIZES = {
     "Qwen2.5-7B": 7.62,
     "SmolLM2-135M": 0.1345,
 }
+
+
+def test_names_and_shapes_are_checked_without_making_a_tensor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model of many gigabytes each would take seconds."""
+    config = load_config(folder, "dummy")
+    monkeypatch.setattr(DummyWeights, "__getitem__", lambda self, name: pytest.fail(f"{name} was made"))
+    check_weights(config, DummyWeights(config))
+    assert "model.layers.0.self_attn.k_scale" not in DummyWeights(config)
 
 
 def test_every_preset_has_the_size_of_its_model() -> None:
