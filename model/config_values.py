@@ -2,9 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from model.errors import CorruptCheckpointError
+
+# Lengths and ids are int32 where kernels read them.
+MAX_COUNT: Final = (1 << 31) - 1
 
 
 class ConfigValues:
@@ -26,11 +29,11 @@ class ConfigValues:
         found = f"is {self.get(name)!r}" if name in self._values else "is missing"
         raise CorruptCheckpointError(f"{self.origin}: {name} {found}: it must be {wanted}")
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """A whole number from 1; `default` where it is missing or null."""
+    def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number from `least` to MAX_COUNT; `default` where it is missing or null."""
         value = default if self.get(name) is None else self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
-            self.fail(name, "a whole number from 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_COUNT:
+            self.fail(name, f"a whole number from {least} to {MAX_COUNT}")
         return value
 
     def number(self, name: str, default: float) -> float:

@@ -107,8 +107,8 @@ def _window(values: ConfigValues, architecture: str, kinds: list[str]) -> int | 
 
 
 def _num_full_layers(values: ConfigValues) -> int:
-    """Qwen2's `max_window_layers`, which counts the layers below the first that has a window. 0 is allowed."""
-    return 0 if values.get("max_window_layers") == 0 else values.count("max_window_layers", _DEFAULT_FULL_LAYERS)
+    """Qwen2's `max_window_layers`, which counts the layers below the first that has a window."""
+    return values.count("max_window_layers", _DEFAULT_FULL_LAYERS, least=0)
 
 
 def _unless_all_full(windows: Windows) -> Windows:

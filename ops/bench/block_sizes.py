@@ -8,7 +8,6 @@ from typing import Any, Final
 import click
 
 from ops.bench.flags import (
-    NUMBERS,
     alternations_option,
     engine_options,
     json_option,
@@ -23,14 +22,26 @@ from ops.bench.presets import FULL
 from ops.bench.result import publish
 from ops.bench.runs import OursRun, percentile, spread
 from ops.bench.workload import BenchRequest, draw_lengths, make_requests, warm_up_lengths
-from ops.params import COUNT
+from ops.params import COUNT, CommaList, read_count
 from ops.tables import print_table
+from worker.engine_config import BLOCK_SIZES
 
 COLUMNS: Final = (
     *("block", "KV use", "requests/s", "by that of 16: fastest runs", "by processor time: median", "range"),
     *("token p50 ms", "token p99 ms"),
 )
 REFERENCE: Final = 16
+
+
+def _read_size(word: str) -> int:
+    if (size := read_count(word)) not in BLOCK_SIZES:
+        raise ValueError(f"there are no blocks of {size}")
+    return size
+
+
+SIZES: Final = CommaList(
+    "sizes", _read_size, f"use some of {', '.join(map(str, BLOCK_SIZES))} with commas between them, like 8,16"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +55,7 @@ class SizeRun:
 @click.command()
 @click.option(
     "--sizes",
-    type=NUMBERS,
+    type=SIZES,
     default="8,16,32,64",
     help="Tokens in a block, one engine each; ratios are to that of 16.",
 )

@@ -31,7 +31,7 @@ PARTS: Final = {
     "steps": "Single steps of the engine: how near to the machine's limits, and where their time goes.",
     "scheduler": "What the scheduler's decisions cost, without a model.",
     "modes": "Preemption modes on a trace, with a KV cache that is too small.",
-    "quality": "What quantized weights change in the predictions of a fixed text.",
+    "quality": "What quantized weights, or a KV cache in 8 bits, change in predictions of a fixed text.",
     "block-sizes": "The workload with blocks of 8, 16, 32 and 64 tokens.",
     "delivery": "The queue and the wire without a model: pick-up, events, leases, a worker that is killed.",
     "tables": "Print the JSON results of measurements as Markdown tables.",

@@ -1,9 +1,11 @@
 """`pagemill bench plot`: pictures of results that were written before."""
 
+from collections import Counter
 from pathlib import Path
 
 import click
 
+from ops.bench.errors import BenchError
 from ops.bench.pictures import MAKERS, draw, pictures_of
 from ops.bench.result_files import read_results
 
@@ -18,6 +20,10 @@ def command(results: tuple[str, ...], svg: str, prefix: str) -> None:
     A file may hold the whole output: its last line counts. Comparisons of one workload that were measured batch by
     batch are drawn together. Prints the name of each picture.
     """
-    for pictures in read_results([Path(result) for result in results], MAKERS, pictures_of, "pictures"):
-        for path in draw(pictures, Path(svg), prefix):
-            print(path)
+    drawn = read_results([Path(result) for result in results], MAKERS, pictures_of, "pictures")
+    pictures = [picture for of_result in drawn for picture in of_result]
+    name, count = Counter(picture.name for picture in pictures).most_common(1)[0]
+    if count > 1:
+        raise BenchError(f"{count} of these results make a picture {name}.svg: draw them one by one, with --prefix")
+    for path in draw(pictures, Path(svg), prefix):
+        print(path)

@@ -14,12 +14,14 @@ COMMANDS: Final = {
     **{f"pagemill {name}": f"pagemill bench {name}" for name in ("rates", "steps", "modes", "quality", "block-sizes")},
     **{name: f"pagemill bench {name}" for name in ("scheduler", "delivery")},
 }
+# Options by which our engine is another one: comparisons that differ in one of them are not put together.
+ENGINE_OPTIONS: Final = ("model", "load_format", "dtype", "quantization", "device", "num_threads", "block_size")
 
 
 def read_results(
     paths: Sequence[Path], kinds: Collection[str], show: Callable[[dict[str, Any]], Shown], what: str
 ) -> list[Shown]:
-    """What `show` makes of the results in these files, comparisons of one workload put together.
+    """What `show` makes of the results in these files, comparisons of one workload and engine put together.
 
     Raises BenchError, which names the file, where one is no result, or none of `kinds`, of which there are `what`.
     """
@@ -71,17 +73,19 @@ def read_json_line(path: Path) -> object:
 
 
 def merged(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same, but that the batches of comparisons of one workload and one quantization are in one of them."""
+    """The same, but that comparisons of one workload and one engine are one, with the batches and bars of them all."""
     found: list[dict[str, Any]] = []
-    by_kind: dict[tuple[str, str], dict[str, Any]] = {}
+    by_kind: dict[object, dict[str, Any]] = {}
     for report in reports:
         if report.get("bench") != "pagemill":
             found.append(report)
             continue
-        kind = (report["workload"]["name"], report["options"]["quantization"])
+        engine = tuple(report["options"].get(name) for name in ENGINE_OPTIONS)
+        kind = (tuple(sorted(report["workload"].items())), engine)
         if kind in by_kind:
             by_kind[kind]["batches"] += report["batches"]
+            by_kind[kind]["bars"] += report["bars"]
         else:
-            by_kind[kind] = report | {"batches": list(report["batches"])}
+            by_kind[kind] = report | {"batches": list(report["batches"]), "bars": list(report["bars"])}
             found.append(by_kind[kind])
     return found

@@ -24,6 +24,7 @@ from ops.bench.result import publish
 from ops.bench.runs import percentile
 from ops.bench.scheduler_load import POOLS, Pool, SteadyLoad, Times
 from ops.params import COUNT
+from ops.simulate.engine_flags import PolicyParam
 from ops.tables import print_table
 
 POLICIES: Final = (
@@ -65,21 +66,32 @@ class PartRow:
     bar: float
 
 
+def _read_policies(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
+    """Each policy once; all eight where nothing is said."""
+    if value is None:
+        return POLICIES
+    policies = tuple(dict.fromkeys(PolicyParam().convert(word, param, ctx) for word in value.split()))
+    if not policies:
+        raise click.BadParameter('it names no policy: write one or more, like "fcfs priority,fair".', ctx, param)
+    return policies
+
+
 @click.command("scheduler")
 @click.option(
-    "--policies", help="Values of `pagemill serve --scheduling-policy`, with a space between them.  [default: eight]"
+    "--policies",
+    callback=_read_policies,
+    help="Values of `pagemill serve --scheduling-policy`, with a space between them.  [default: eight]",
 )
 @click.option("--steps", type=COUNT, default=1000, help="Steps of each repetition.")
 @click.option("--repetitions", type=COUNT, default=3, help="Of each load, by turns.")
 @click.option("--seed", type=int, default=0, help="Decides lengths, tenants, priorities and deadlines.")
 @json_option
-def command(policies: str | None, steps: int, repetitions: int, seed: int, json_file: str | None) -> None:
+def command(policies: tuple[str, ...], steps: int, repetitions: int, seed: int, json_file: str | None) -> None:
     """Measure what the scheduler's decisions cost: 256 sequences decode, 1,000 wait, and no model computes.
 
     Tables go to stdout, and as its last line one JSON object with all figures.
     """
-    names = POLICIES if policies is None else tuple(policies.split())
-    rows = [row for pool in POOLS for row in measure_pool(pool, names, steps, repetitions, seed)]
+    rows = [row for pool in POOLS for row in measure_pool(pool, policies, steps, repetitions, seed)]
     parts = measure_parts(repetitions)
     print_table("One step", STEP_COLUMNS, [_shown_step(row) for row in rows])
     print_table("Blocks and prefixes", PART_COLUMNS, [_shown_part(part) for part in parts])

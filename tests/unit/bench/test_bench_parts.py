@@ -136,3 +136,12 @@ def test_a_size_is_compared_with_blocks_of_16_run_by_run() -> None:
     assert found["fastest_by_reference"] == 0.5
     assert (found["kv_use"], found["requests_per_s"]) == (pytest.approx(0.6), 2.0)
     assert summary_of(64, {64: runs[64]}, num_requests=8)["fastest_by_reference"] == 1.0
+
+
+@pytest.mark.parametrize("sizes", ["12", "16,12", "8,", "0"])
+def test_sizes_that_no_block_has_are_refused_before_an_engine_starts(
+    sizes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(click.BadParameter, match="use some of 8, 16, 32, 64 with commas between them"):
+        main(["block-sizes", "--sizes", sizes, "--model", "/nowhere"])
+    assert "starting" not in capsys.readouterr().err

@@ -24,6 +24,7 @@ COMPARISON: dict[str, Any] = {
     "bench": "pagemill",
     "workload": {"name": "chat"},
     "options": {"quantization": "none"},
+    "bars": [],
     "batches": [
         {"batch": 8, "ours": figures(90.0, 0.05), "peers": {"static": figures(30.0, None)}},
         {"batch": 1, "ours": figures(30.0, 0.02), "peers": {"alone": figures(10.0, None), "vLLM": figures(14.0, 0.1)}},
@@ -71,6 +72,26 @@ def test_comparisons_that_were_measured_batch_by_batch_are_drawn_together() -> N
     quantized = COMPARISON | {"options": {"quantization": "int8"}}
     assert merged([*parts, SIZES, quantized]) == [COMPARISON, SIZES, quantized]
     assert [picture.name for picture in pictures_of(quantized)] == ["chat-int8-throughput", "chat-int8-token-time"]
+
+
+def test_comparisons_of_another_engine_or_shape_stay_apart_and_the_bars_of_all_are_kept() -> None:
+    parts = [COMPARISON | {"bars": [{"name": "KV use", "batch": batch}]} for batch in (8, 1)]
+    assert merged(parts)[0]["bars"] == [each for part in parts for each in part["bars"]]
+    options = COMPARISON["options"]
+    others = [COMPARISON | {"options": options | {name: "other"}} for name in ("model", "dtype", "device")]
+    others.append(COMPARISON | {"workload": {"name": "chat", "prompt_mean": 400.0}})
+    assert merged([COMPARISON, *others]) == [COMPARISON, *others]
+
+
+def test_results_whose_pictures_would_have_one_name_are_refused_before_any_is_drawn(tmp_path: Path) -> None:
+    """The second would have overwritten the first."""
+    files = []
+    for number, result in enumerate((RATES, RATES)):
+        files.append(tmp_path / f"{number}.json")
+        files[-1].write_text(json.dumps(result))
+    with pytest.raises(BenchError, match=r"2 of these results make a picture rates-ttft\.svg: .*one by one"):
+        main(["plot", *map(str, files), "--svg", str(tmp_path / "pictures")])
+    assert not (tmp_path / "pictures").exists()
 
 
 def test_runs_one_by_one_are_drawn_at_a_batch_of_one_alone() -> None:

@@ -40,3 +40,19 @@ def test_the_command_prints_a_row_for_each_figure_and_all_of_them_as_json() -> N
     report = json.loads(line)
     assert [len(report["steps"]), len(report["parts"])] == [6, 6]
     assert all(row["cpu_p50_ms"] <= row["cpu_p99_ms"] for row in report["steps"])
+
+
+@pytest.mark.parametrize(
+    ("policies", "words"),
+    [
+        ("", "it names no policy"),
+        (" ", "it names no policy"),
+        ("fcfs quickest", "scheduling_policy names 'quickest': use one or more of fcfs"),
+        ("fcfs,fair", "name it last"),
+    ],
+)
+def test_a_policy_that_there_is_not_is_refused_before_anything_is_measured(policies: str, words: str) -> None:
+    result = CliRunner().invoke(command, ["scheduler", "--policies", policies])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert words in " ".join(result.stderr.split())
+    assert "1 of 3" not in result.stderr
