@@ -178,6 +178,6 @@ def peer_options(default: str) -> Decorator:
         click.option(
             "--llamacpp-weights",
             type=click.Choice(TYPES),
-            help="Type of llama.cpp's weights, made of the model's.  [default: F32; Q8_0 beside int8, Q4_1 beside int4]",
+            help="Type of llama.cpp's weights, made of the model's.  [default: F32; beside int8 Q8_0, int4 Q4_1]",
         ),
     )
