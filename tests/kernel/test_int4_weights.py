@@ -19,7 +19,7 @@ def restored(weight: torch.Tensor) -> torch.Tensor:
 
 
 def halves(*shape: int, seed: int) -> torch.Tensor:
-    """torch.Tensor of float16 of a weight's magnitudes."""
+    """Numbers that float16 holds, of a weight's magnitudes."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul(0.02).half().float()
 
 
