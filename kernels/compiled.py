@@ -12,14 +12,17 @@ from pathlib import Path
 
 import torch
 
-from kernels.dispatch import KERNELS, has_compiled, use_compiled
+from kernels.dispatch import KERNELS, has_compiled, tell_fallback, use_compiled
 
 # Floats in one vector of the compiled kernels; a dimension that is no multiple of it goes to torch's operators.
 LANES = 16
 # Below this much work (bytes that a kernel reads and writes) waking a second thread costs more than it saves.
 MIN_BYTES_PER_THREAD = 128 << 10
 # Bodies that several kernels call, and those that belong to a kernel of another name.
-_SHARED = ("product", "run_on_pool", "help_pool")
+_POOL = ("run_on_pool", "help_pool")
+_SHARED = ("product", *_POOL)
+# Those that choose tokens: of logits, which are float32 there whatever the model is in.
+_OF_LOGITS = ("sample", "penalties", "top_logprobs")
 # Bodies of the linear layers by how a model's weights are kept. Of int4 the embeddings are int8.
 _INT8_LINEAR = ("quantize_rows", "quantized_linear", "gather_quantized_rows")
 _LINEAR = {"none": ("linear", "gather_rows"), "int8": _INT8_LINEAR, "int4": (*_INT8_LINEAR, "int4_linear")}
@@ -65,7 +68,12 @@ def launch(name: str, arguments: tuple[int, ...], num_threads: int | None = None
 
 def takes_rows(kernel: str, x: torch.Tensor, num_columns: int) -> bool:
     """True where a row-wise kernel can read x [rows, ...]: float32 on the CPU, adjacent columns in whole vectors."""
-    return use_compiled(kernel, x) and x.ndim == 2 and x.stride(1) == 1 and num_columns % LANES == 0
+    if not use_compiled(kernel, x):
+        return False
+    if x.stride(1) == 1 and num_columns % LANES == 0:
+        return True
+    tell_fallback(kernel, f"it takes rows of adjacent elements, {LANES} at a time, and these have {num_columns}")
+    return False
 
 
 def product_address() -> int:
@@ -80,14 +88,15 @@ def threads_for(num_bytes: int) -> int:
 
 def _needed(dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int, quantization: str) -> tuple[str, ...]:
     """Names of the bodies that such a model on the CPU calls."""
-    if dtype is not torch.float32 or not any(has_compiled(kernel) for kernel in KERNELS):
+    if not any(has_compiled(kernel) for kernel in KERNELS):
         return ()
     from kernels.cpu.build import BODIES
 
     has_attention = head_dim % LANES == 0 and num_heads % num_kv_heads == 0
+    called = tuple(BODIES) if dtype is torch.float32 else (*_OF_LOGITS, *_POOL)
     return tuple(
         name
-        for name in BODIES
+        for name in called
         if (name not in _KERNEL_OF or name in _LINEAR[quantization])
         and (has_attention or name != "attention")
         and (name in _SHARED or has_compiled(_KERNEL_OF.get(name, name)))

@@ -69,9 +69,10 @@ def sample(
         # Adjacent columns, by a copy if it must be: less than the sort of torch's operators.
         adjacent = logits if logits.stride(1) == 1 else logits[:, :vocab_limit].contiguous()
         return sample_with_triton(adjacent, *wishes, vocab_limit)
-    if use_compiled("sample", logits) and logits.stride(1) == 1:
-        return _launch(logits, wishes, vocab_limit)
-    return _sample_with_torch(logits[:, :vocab_limit].float(), wishes)
+    usable = logits if logits.dtype is torch.float32 else logits[:, :vocab_limit].float()
+    if use_compiled("sample", usable) and usable.stride(1) == 1:
+        return _launch(usable, wishes, vocab_limit)
+    return _sample_with_torch(usable[:, :vocab_limit], wishes)
 
 
 def _sample_with_torch(logits: torch.Tensor, wishes: _Wishes) -> torch.Tensor:

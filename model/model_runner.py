@@ -222,13 +222,8 @@ class ModelRunner:
         Call it while no sequence has a row: it computes in the cache's first block. progress(stage, done, total) is
         called where kernels have to be compiled, once on a machine; loading them takes no time to speak of.
         """
-        config = self._decoder.config
-        shape = (self._decoder.dtype, config.head_dim, config.num_heads, config.num_kv_heads)
-        quantization = self._decoder.quantization
-        if progress is None or is_compiled(*shape, quantization):
-            warmup(*shape, quantization=quantization)
-        else:
-            warmup(*shape, lambda done, total, _: progress(COMPILE_STAGE, done, total), quantization)
+        if self._decoder.device.type == "cpu":  # elsewhere the first launch of each shape compiles
+            self._load_kernels(progress)
         prompt_len = min(self._kv_cache.block_size - 1, self._batch.max_model_len - 1)
         rows = [
             NewRow(
@@ -249,6 +244,15 @@ class ModelRunner:
         self.execute(SchedulerOutput(step=0, chunks=decodes))
         self.execute(SchedulerOutput(step=0, removed_ids=seq_ids))
         self.last_forward_s = 0.0
+
+    def _load_kernels(self, progress: Callable[[str, int, int], None] | None) -> None:
+        config = self._decoder.config
+        shape = (self._decoder.dtype, config.head_dim, config.num_heads, config.num_kv_heads)
+        quantization = self._decoder.quantization
+        if progress is None or is_compiled(*shape, quantization):
+            warmup(*shape, quantization=quantization)
+        else:
+            warmup(*shape, lambda done, total, _: progress(COMPILE_STAGE, done, total), quantization)
 
 
 def _as_output(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.attention_inputs import AttentionOptions
+from kernels.compiled import launch
 from kernels.dispatch import has_compiled
 from kernels.paged_attention import paged_attention
 from tests.kernel.batches import Batch, error, pick, ragged_batch
@@ -55,17 +56,27 @@ def test_a_row_has_the_same_bits_however_its_prompt_is_cut(window: int) -> None:
 @pytest.mark.parametrize("window", [40, 513, 5000])
 @pytest.mark.parametrize(("num_kv_heads", "group", "head_dim"), [(3, 3, 64), (5, 1, 32), (8, 4, 128), (2, 7, 80)])
 def test_a_decode_that_computes_several_heads_at_once_has_the_bits_of_one_alone(
-    num_kv_heads: int, group: int, head_dim: int, window: int
+    num_kv_heads: int, group: int, head_dim: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a batch of many, heads share the tile and what is fetched ahead; a prompt beside them changes nothing."""
+    heads_at_once: list[int] = []
+
+    def recording(body: str, arguments: tuple[int, ...], num_threads: int) -> None:
+        heads_at_once.append(arguments[-1])
+        launch(body, arguments, num_threads)
+
+    monkeypatch.setattr("kernels.paged_attention.launch", recording)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # with many threads the batch would have to be larger
     lengths = [0, 1, 15, 16, 17, 32, 33, 64, 511, 512, 513, 700]
     seqs = [(1, context_len) for context_len in lengths] + [(40, 90)]
     batch = ragged_batch(
         seqs, num_heads=num_kv_heads * group, num_kv_heads=num_kv_heads, head_dim=head_dim, num_layers=1
     )
     together = attend(batch, window)
+    assert heads_at_once[0] > 1
     for seq in range(len(lengths)):
         assert torch.equal(attend(pick(batch, seq), window)[0], together[seq]), f"{lengths[seq]} keys"
+    assert set(heads_at_once[1:]) == {1}
 
 
 def test_a_window_that_holds_the_context_changes_no_bit() -> None:

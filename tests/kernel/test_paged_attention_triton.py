@@ -43,7 +43,9 @@ def test_a_mixed_batch_equals_the_twin_at_every_head_size(head_dim: int, dtype: 
     assert error(result, expected(batch)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (9, 3), (8, 2), (7, 1), (8, 1), (32, 1), (40, 1)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"), [(3, 3), (9, 3), (8, 2), (7, 1), (8, 1), (16, 1), (32, 1), (40, 1)]
+)
 def test_a_mixed_batch_equals_the_twin_at_every_group_size(num_heads: int, num_kv_heads: int) -> None:
     batch = make_batch(MIXED, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=16)
     assert error(attend(batch), expected(batch)) < FP32

@@ -1,9 +1,11 @@
 """RMSNorm and the gated activation against their float64 twins."""
 
+import logging
+
 import pytest
 import torch
 
-from kernels import reference
+from kernels import dispatch, reference
 from kernels.activation import silu_and_mul
 from kernels.errors import KernelInputError
 from kernels.rms_norm import add_rms_norm, rms_norm
@@ -89,3 +91,20 @@ def test_wrong_shapes_are_refused_by_name() -> None:
         add_rms_norm(torch.zeros(2, 64), torch.zeros(3, 64), torch.ones(64), 1e-5)
     with pytest.raises(KernelInputError, match="gate_up"):
         silu_and_mul(torch.zeros(2, 33))
+
+
+def test_rows_that_are_no_whole_vectors_fall_back_with_one_line_a_kernel(
+    kernels_in_use: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "_told", set())
+    x = rows((2, 20))
+    with caplog.at_level(logging.WARNING, logger="pagemill.kernels"):
+        for _ in range(2):
+            rms_norm(x, x[0], 1e-5)
+            add_rms_norm(x, x.clone(), x[0], 1e-5)
+            silu_and_mul(rows((2, 40)))
+            rms_norm(rows((2, 32)), rows((1, 32))[0], 1e-5)
+    told = [record.getMessage() for record in caplog.records]
+    why = "falls back to torch's operators: it takes rows of adjacent elements, 16 at a time, and these have 20"
+    both = [f"the {kernel} kernel {why}" for kernel in ("rms_norm", "silu_and_mul")]
+    assert told == (both if kernels_in_use == "compiled" else [])
