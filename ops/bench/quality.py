@@ -99,10 +99,11 @@ def command(
     quality = _measure(path, folder, ids, (quantization, kv_cache_dtype), unround, num_threads)
     judged = [] if quantization == "none" else [quantization]
     judged += [] if kv_cache_dtype == "auto" else [f"KV cache {kv_cache_dtype}"]
+    moved = ", weights moved" if unround else ""
     rows = [
-        ("float32", f"{quality.perplexity_float32:.3f}", "", "", "", ""),
+        (f"float32{moved}", f"{quality.perplexity_float32:.3f}", "", "", "", ""),
         (
-            ", ".join(judged),
+            ", ".join(judged) + moved,
             f"{quality.perplexity:.3f}",
             *(f"{value:.5f}" for value in (quality.kl_mean, quality.kl_p99, quality.kl_max)),
             f"{quality.greedy_agreement:.2%}",

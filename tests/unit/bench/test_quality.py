@@ -149,3 +149,11 @@ def test_the_demo_models_predictions_stay(
     assert report["kl_mean"] < 0.001
     assert report["greedy_agreement"] > 0.95
     assert report["perplexity"] == pytest.approx(report["perplexity_float32"], rel=0.01)
+
+
+def test_rows_say_that_weights_were_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A float32 of moved weights is another one than the file's."""
+    model = str(write_tiny_checkpoint(tmp_path))
+    assert main(["quality", "--model", model, "--quantization", "int4", "--unround", "--num-tokens", "9"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("\t")[0] for line in lines[1:-1]] == ["float32, weights moved", "int4, weights moved"]
