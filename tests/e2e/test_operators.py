@@ -143,6 +143,10 @@ def test_a_field_that_means_nothing_is_named_once(scripted: tuple[ScriptedWorker
     set_config(own_queue, max_depth="many", pause="1")
     set_config(own_queue, paused="1")
     eventually(lambda: is_told_paused(own_queue, "1"), "the config to be read")
+    # Another test may have left it paused: so the lines are waited for, too.
+    eventually(lambda: len(worker.named("queue_config_ignored")) >= 2, "the fields to be named")
+    set_config(own_queue, paused="0")
+    eventually(lambda: is_told_paused(own_queue, "0"), "the config to be read again")
     told = worker.named("queue_config_ignored")
     assert sorted((event["field"], event["value"]) for event in told) == [("max_depth", "many"), ("pause", "1")]
     own_queue.redis.call("DEL", own_queue.keys.config)
