@@ -44,10 +44,12 @@ def triton_in_use() -> Iterator[None]:
 
 
 def needs_interpreter() -> None:
-    """Skip the test where Triton isn't there, or would compile. In CI on Linux, where it is promised, fail."""
+    """Skip the test where Triton isn't there, or would compile. In CI on Linux, where both are promised, fail."""
     if find_spec("triton") is None:
         if IS_TRITON_PROMISED:
             pytest.fail("the dev extra brings triton")
         pytest.skip("needs triton")
     if not IS_INTERPRETED:
+        if IS_TRITON_PROMISED:
+            pytest.fail("make test sets TRITON_INTERPRET=1")
         pytest.skip("needs TRITON_INTERPRET=1")
