@@ -85,10 +85,10 @@ def _find_next(task: int, table: int, base: int, first_key: int, num_keys: int, 
     block_size, block_stride = load_i64(task + BLOCK_SIZE), load_i64(task + BLOCK_STRIDE)
     slot_stride, head_dim = load_i64(task + SLOT_STRIDE), load_i64(task + HEAD_DIM)
     count = max(0, min(KEY_TILE, num_keys - first_key))
-    for start in range(2):
-        lane_base = base + start * load_i64(task + VALUE_OFFSET)
-        addresses = fetch + SLOTS + start * count * 8
-        find_slots(table, lane_base, block_size, block_stride, slot_stride, first_key, count, addresses)
+    for is_values in range(2):
+        slot_base = base + is_values * load_i64(task + VALUE_OFFSET)
+        addresses = fetch + SLOTS + is_values * count * 8
+        find_slots(table, slot_base, block_size, block_stride, slot_stride, first_key, count, addresses)
     store_i64(fetch + FETCHED, 0)
     store_i64(fetch + NUM_SLOTS, 2 * count)
     store_i64(fetch + NUM_PARTS, num_heads * (KEY_TILE // LANES * (head_dim // LANES) + PARTS))
